@@ -1,0 +1,195 @@
+"""Settings of a store: what people write, checked before anything on disk is touched."""
+
+from __future__ import annotations
+
+import json
+import os
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, ByteSize, ConfigDict, Field, ValidationError
+
+from tutti_core.errors import ConfigError, nearest
+
+BLOCK_BYTES = 4096
+ENVIRONMENT_PREFIX = "TUTTI_STORE_"
+
+_MiB = 1 << 20
+_GiB = 1 << 30
+_SEGMENT_MIN_BYTES = _MiB
+_SEGMENT_MAX_BYTES = _GiB
+_CATALOG_MIN_BYTES = 8 * _MiB
+_CATALOG_MAX_BYTES = 8 * _GiB
+
+
+class StoreConfig(BaseModel):
+    """Where a store lives, how large it may grow, and how it moves bytes.
+
+    Sizes are integers in bytes or text with a unit ("2TiB", "64 MiB", "500GB"). Unknown fields are
+    refused with the nearest valid name.
+
+    path            directory of the catalog and the leases, and of the pool file unless `pools`
+                    names other places. Created with mode 0700.
+    capacity        everything the store may occupy, catalog included.
+    pools           directories, or block devices prepared by `tutti init`, that hold the pages;
+                    whole pages are striped over them. Default: `path` itself.
+    transport       "auto" takes io_uring with O_DIRECT where the machine allows it, else posix.
+    segment         unit of space that belongs to one writer and one page size; fixed when the store
+                    is created. Default: 1/64 of the capacity as a power of two, 1 MiB to 1 GiB.
+    catalog         share of `capacity` kept for the catalog. Default: 1/32, 8 MiB to 8 GiB (beyond
+                    2 TiB: 1/256).
+    preallocate     "segment": a segment's blocks are allocated before its first use; "full": all at
+                    creation.
+    durability      "flush": pages survive power loss once a save reports them; "none": they survive
+                    the end of the process, and a power loss costs recent pages (never wrong bytes).
+    verify          check each page's checksum when it is loaded.
+    writers_max     processes that save into this directory at the same time; each may own at most
+                    its share of the segments.
+    queue_depth     transfers in flight on one device.
+    transfer_max    larger pages move in several transfers.
+    bounce          memory per device for fragments that are not aligned for O_DIRECT.
+    backlog         bytes of pages that may wait to be saved; beyond it `save` answers "not stored".
+    io_timeout_s    how long a call waits for its transfers before it reports them as failed.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    path: Path
+    capacity: ByteSize
+    pools: tuple[Path, ...] = ()
+    transport: Literal["auto", "uring", "posix"] = "auto"
+    segment: ByteSize | None = None
+    catalog: ByteSize | None = None
+    preallocate: Literal["segment", "full"] = "segment"
+    durability: Literal["flush", "none"] = "flush"
+    verify: bool = True
+    writers_max: Annotated[int, Field(ge=1, le=1024)] = 1
+    queue_depth: Annotated[int, Field(ge=1, le=1024)] = 64
+    transfer_max: ByteSize = ByteSize(_MiB)
+    bounce: ByteSize = ByteSize(16 * _MiB)
+    backlog: ByteSize = ByteSize(4 * _GiB)
+    io_timeout_s: Annotated[float, Field(gt=0, le=3600)] = 30.0
+
+    @classmethod
+    def parse(cls, settings: Mapping[str, Any]) -> Self:
+        """Check `settings` and return them as a StoreConfig.
+
+        Raises
+            ConfigError: names the field, the value and what is accepted.
+        """
+        for name in settings:
+            if name not in cls.model_fields:
+                raise ConfigError(f"unknown setting {name!r}", hint=nearest(name, cls.model_fields))
+        try:
+            config = cls.model_validate(dict(settings))
+        except ValidationError as error:
+            raise ConfigError(_words(error)) from None
+        config._check_sizes()
+        return config
+
+    @classmethod
+    def load(cls, file: str | os.PathLike[str], **overrides: Any) -> Self:
+        """Read a .json or .toml file; `overrides` win over what it says.
+
+        Raises
+            ConfigError: unreadable file, unknown format or bad setting.
+        """
+        path = Path(file)
+        try:
+            text = path.read_text()
+            if path.suffix == ".json":
+                settings = json.loads(text)
+            elif path.suffix == ".toml":
+                settings = tomllib.loads(text)
+            else:
+                raise ConfigError(f"config file {path}: unknown format", hint="use .json or .toml")
+        except OSError as error:
+            raise ConfigError(f"config file {path}: {error.strerror}") from None
+        except ValueError as error:
+            if isinstance(error, ConfigError):
+                raise
+            raise ConfigError(f"config file {path}: {error}") from None
+        if not isinstance(settings, dict):
+            raise ConfigError(f"config file {path}: expected a table of settings")
+        return cls.parse({**settings, **overrides})
+
+    @classmethod
+    def from_environment(
+        cls, environment: Mapping[str, str] | None = None, **overrides: Any
+    ) -> Self:
+        """Read TUTTI_STORE_PATH, TUTTI_STORE_CAPACITY, …; TUTTI_STORE_POOLS is split at `:`."""
+        source = os.environ if environment is None else environment
+        settings: dict[str, Any] = {
+            name.removeprefix(ENVIRONMENT_PREFIX).lower(): value
+            for name, value in source.items()
+            if name.startswith(ENVIRONMENT_PREFIX)
+        }
+        if "pools" in settings:
+            settings["pools"] = [part for part in settings["pools"].split(":") if part]
+        return cls.parse({**settings, **overrides})
+
+    # ---- derived sizes ----
+    @property
+    def pool_paths(self) -> tuple[Path, ...]:
+        """The places that hold pages: `pools`, or `path` itself."""
+        return self.pools or (self.path,)
+
+    @property
+    def catalog_bytes(self) -> int:
+        """Upper bound of the catalog's file, a multiple of 4 KiB."""
+        if self.catalog is not None:
+            size = int(self.catalog)
+        else:
+            largest = max(_CATALOG_MAX_BYTES, self.capacity // 256)
+            size = min(max(self.capacity // 32, _CATALOG_MIN_BYTES), largest)
+        return size // BLOCK_BYTES * BLOCK_BYTES
+
+    @property
+    def segment_bytes(self) -> int:
+        """Size of one segment."""
+        if self.segment is not None:
+            return int(self.segment)
+        size = _SEGMENT_MAX_BYTES
+        while size > _SEGMENT_MIN_BYTES and size * 64 > self.capacity:
+            size //= 2
+        return size
+
+    def segments_per_pool(self, header_bytes: int) -> int:
+        """How many segments each pool may hold within the capacity."""
+        share = (self.capacity - self.catalog_bytes) // len(self.pool_paths)
+        return max(0, (share - header_bytes) // self.segment_bytes)
+
+    def _check_sizes(self) -> None:
+        for name in ("segment_bytes", "transfer_max", "bounce"):
+            value = int(getattr(self, name))
+            field = name.removesuffix("_bytes")
+            if value <= 0 or value % BLOCK_BYTES:
+                raise ConfigError(f"{field} = {value} must be a positive multiple of {BLOCK_BYTES}")
+        if self.bounce < 2 * self.transfer_max:
+            raise ConfigError(
+                f"bounce = {int(self.bounce)} must be at least twice transfer_max = "
+                f"{int(self.transfer_max)}"
+            )
+        if self.catalog_bytes < 2 * _MiB:
+            raise ConfigError(f"catalog = {self.catalog_bytes} bytes is too small", hint="use 2MiB")
+        # One block for the pool's header, as in format.py.
+        if self.segments_per_pool(_MiB) < 1:
+            need = self.catalog_bytes + len(self.pool_paths) * (self.segment_bytes + _MiB)
+            raise ConfigError(
+                f"capacity = {int(self.capacity)} bytes is smaller than one segment in each pool",
+                hint=f"use at least {need} bytes, or a smaller segment",
+            )
+
+
+def _words(error: ValidationError) -> str:
+    """One line per wrong field: name, value, what is accepted."""
+    lines = []
+    for item in error.errors():
+        field = ".".join(str(part) for part in item["loc"])
+        if item["type"] == "missing":
+            lines.append(f"setting {field!r} is required")
+        else:
+            lines.append(f"{field} = {item['input']!r}: {item['msg']}")
+    return "; ".join(lines)

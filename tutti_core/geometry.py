@@ -1,0 +1,164 @@
+"""Where page bytes lie in memory: addresses of anything that exposes memory, and page fragments.
+
+Nothing here copies page bytes. Addresses are arrays, so a batch of pages costs no Python object per
+page or fragment.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+U64 = npt.NDArray[np.uint64]
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """A contiguous, host-accessible piece of memory. `owner` keeps it alive."""
+
+    address: int
+    length_bytes: int
+    writable: bool
+    owner: object
+
+
+def as_memory(source: Any) -> Memory:
+    """Return the memory behind `source` without copying it.
+
+    Accepts a Memory, a (pointer, length in bytes) pair, and anything with `__array_interface__`,
+    the buffer protocol, or DLPack on the CPU (bfloat16 and float8 tensors included).
+
+    Raises
+        ValueError: not contiguous, or on a device that the CPU cannot read.
+        TypeError: nothing that exposes memory.
+    """
+    if isinstance(source, Memory):
+        return source
+    if isinstance(source, tuple) and len(source) == 2:
+        address, length = int(source[0]), int(source[1])
+        if address <= 0 or length <= 0:
+            raise ValueError(f"({address}, {length}) is not a pointer and a length")
+        return Memory(address, length, True, None)
+    if hasattr(source, "__array_interface__"):
+        array = np.asarray(source)
+        if not array.flags.c_contiguous:
+            raise ValueError("the array is not contiguous")
+        return Memory(array.ctypes.data, array.nbytes, bool(array.flags.writeable), source)
+    if hasattr(source, "__dlpack__"):
+        return _dlpack_memory(source)
+    try:
+        view = memoryview(source)
+    except TypeError:
+        raise TypeError(
+            f"{type(source).__name__} exposes no memory; pass a buffer, an array, a DLPack tensor, "
+            "or a (pointer, length) pair"
+        ) from None
+    if not view.c_contiguous:
+        raise ValueError("the buffer is not contiguous")
+    array = np.frombuffer(view, dtype=np.uint8)
+    return Memory(array.ctypes.data, array.nbytes, not view.readonly, view)
+
+
+class _DLTensor(ctypes.Structure):
+    """Head of a DLPack managed tensor (dlpack.h, DLTensor)."""
+
+    _fields_ = [
+        ("data", ctypes.c_void_p),
+        ("device_type", ctypes.c_int32),
+        ("device_id", ctypes.c_int32),
+        ("ndim", ctypes.c_int32),
+        ("code", ctypes.c_uint8),
+        ("bits", ctypes.c_uint8),
+        ("lanes", ctypes.c_uint16),
+        ("shape", ctypes.POINTER(ctypes.c_int64)),
+        ("strides", ctypes.POINTER(ctypes.c_int64)),
+        ("byte_offset", ctypes.c_uint64),
+    ]
+
+
+_DLPACK_HOST = {1, 3}  # kDLCPU, kDLCUDAHost
+_capsule_pointer = ctypes.pythonapi.PyCapsule_GetPointer
+_capsule_pointer.restype = ctypes.c_void_p
+_capsule_pointer.argtypes = [ctypes.py_object, ctypes.c_char_p]
+
+
+def _dlpack_memory(source: Any) -> Memory:
+    device_type, _ = source.__dlpack_device__()
+    if int(device_type) not in _DLPACK_HOST:
+        raise ValueError("the tensor is not in host memory")
+    # The capsule is looked into, not consumed: dropping it calls the producer's deleter.
+    capsule = source.__dlpack__()
+    tensor = _DLTensor.from_address(_capsule_pointer(capsule, b"dltensor"))
+    count, expected_stride = 1, 1
+    for axis in reversed(range(tensor.ndim)):
+        extent = tensor.shape[axis]
+        if tensor.strides and extent > 1 and tensor.strides[axis] != expected_stride:
+            raise ValueError("the tensor is not contiguous")
+        expected_stride *= extent
+        count *= extent
+    length = count * ((tensor.bits * tensor.lanes + 7) // 8)
+    return Memory((tensor.data or 0) + tensor.byte_offset, length, True, capsule)
+
+
+@dataclass(frozen=True, slots=True)
+class PageFragments:
+    """The memory of n pages with f fragments each.
+
+    address       (n, f) uint64, virtual addresses.
+    length_bytes  (f,) uint64, the same for every page; their sum is the page's length.
+    owner         keeps the memory alive until the transfer ends.
+    """
+
+    address: U64
+    length_bytes: U64
+    owner: object = None
+
+    def __post_init__(self) -> None:
+        if self.address.ndim != 2 or self.address.shape[1:] != self.length_bytes.shape:
+            raise ValueError("address must be (pages, fragments), length_bytes (fragments,)")
+
+    @property
+    def page_count(self) -> int:
+        """Number of pages, n."""
+        return len(self.address)
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of one page."""
+        return int(self.length_bytes.sum())
+
+    def select(self, pages: npt.NDArray[np.intp]) -> PageFragments:
+        """The fragments of some of the pages, in the order given."""
+        return PageFragments(self.address[pages], self.length_bytes, self.owner)
+
+
+def page_fragments(
+    memory: Any, page_bytes: int, page_count: int, slots: Sequence[int] | None = None
+) -> PageFragments:
+    """Describe whole pages that lie in one piece of memory, page after page.
+
+    Parameters
+        memory: anything `as_memory` takes.
+        slots: which page-sized place of the memory each page has; default 0 .. page_count-1.
+
+    Raises
+        ValueError: a slot reaches beyond the memory.
+    """
+    piece = as_memory(memory)
+    index = np.arange(page_count) if slots is None else np.asarray(slots, dtype=np.int64)
+    if len(index) != page_count:
+        raise ValueError(f"{len(index)} slots for {page_count} pages")
+    if page_count and (
+        int(index.min()) < 0 or (int(index.max()) + 1) * page_bytes > piece.length_bytes
+    ):
+        raise ValueError(
+            f"memory of {piece.length_bytes} bytes does not hold {page_count} pages of "
+            f"{page_bytes} bytes at the slots given"
+        )
+    address = (np.uint64(piece.address) + index.astype(np.uint64) * np.uint64(page_bytes))[:, None]
+    return PageFragments(address, np.array([page_bytes], dtype=np.uint64), piece)

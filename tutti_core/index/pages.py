@@ -1,0 +1,174 @@
+"""The pages of one namespace: the tree, pages whose ancestors are unknown, and pins.
+
+Pure, like the tree. A page stands in exactly one place: in the tree under its chain, or among the
+`loose` ones, from where it moves into the tree as soon as its chain is known.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass
+
+import numpy as np
+
+from tutti_core.index.radix import NO_SLOT, Locations, Node, RadixTree
+
+
+@dataclass(frozen=True, slots=True)
+class LoosePage:
+    """Location of a page that is not in the tree, and when it was used last."""
+
+    slot: int
+    checksum: int
+    generation: int
+    last_use: int
+
+
+@dataclass(frozen=True, slots=True)
+class Evictable:
+    """One page offered for eviction. `leaf` is None for a loose page."""
+
+    key: bytes
+    slot: int
+    generation: int
+    last_use: int
+    leaf: Node | None
+
+
+class NamespacePages:
+    """Which pages of one namespace are stored where. Not thread-safe; time is passed in."""
+
+    def __init__(self, width: int) -> None:
+        self.tree = RadixTree(width)
+        self.loose: OrderedDict[bytes, LoosePage] = OrderedDict()  # least recently used first
+        self.pins: dict[bytes, int] = {}
+
+    @property
+    def page_count(self) -> int:
+        """Stored pages known here."""
+        return self.tree.page_count + len(self.loose)
+
+    def match(self, keys: bytes, first: int, now: int) -> int:
+        """Stored pages without a gap from page `first` of a rooted chain on; touches them."""
+        return self.tree.match(keys, now, first)
+
+    def locate(self, keys: bytes, first: int, rooted: bool, now: int) -> Locations:
+        """Locations of pages `first` .. end; NO_SLOT where a page is not known here."""
+        if rooted:
+            found = self.tree.locate(keys, now, first)
+        else:
+            found = Locations.absent(len(keys) // self.tree.width - first)
+        if self.loose:
+            self._add_loose(keys, first, rooted, found, now)
+        return found
+
+    def insert(self, keys: bytes, first: int, rooted: bool, pages: Locations, now: int) -> None:
+        """Record the locations of pages `first` .. end; NO_SLOT leaves a page as it is."""
+        if rooted:
+            if self.loose:
+                for i in np.flatnonzero(pages.slot != NO_SLOT):
+                    self.loose.pop(self._key(keys, first + int(i)), None)
+            self.tree.insert(keys, first, pages, now)
+            return
+        for i in np.flatnonzero(pages.slot != NO_SLOT):
+            key = self._key(keys, first + int(i))
+            self.loose[key] = LoosePage(
+                int(pages.slot[i]), int(pages.checksum[i]), int(pages.generation[i]), now
+            )
+            self.loose.move_to_end(key)
+
+    def drop(self, keys: bytes, index: int, rooted: bool, generation: int) -> None:
+        """Forget one page if it is known with this generation."""
+        if rooted and self.tree.drop(keys, index, generation):
+            return
+        key = self._key(keys, index)
+        page = self.loose.get(key)
+        if page is not None and page.generation == generation:
+            del self.loose[key]
+
+    def absorb(self, newer: NamespacePages) -> None:
+        """Take over what another index of the same namespace knows, pins included."""
+        width = self.tree.width
+        for above, node in newer.tree.chains():
+            where = Locations(
+                np.array(node.slots, dtype=np.uint64),
+                np.array(node.checksums, dtype=np.uint64),
+                np.array(node.generations, dtype=np.uint64),
+            )
+            first = len(above) // width
+            self.insert(above + bytes(node.keys), first, True, where, node.last_use)
+        for key, page in newer.loose.items():
+            self.loose[key] = page
+            self.loose.move_to_end(key)
+        self.pins.update(newer.pins)
+
+    # ---- pins ----
+    def pin(self, keys: bytes) -> None:
+        """Count one more pin on each page of `keys`."""
+        for i in range(len(keys) // self.tree.width):
+            key = self._key(keys, i)
+            self.pins[key] = self.pins.get(key, 0) + 1
+
+    def unpin(self, keys: bytes) -> None:
+        """Take one pin off each page of `keys`; a page without a pin is left alone."""
+        for i in range(len(keys) // self.tree.width):
+            key = self._key(keys, i)
+            count = self.pins.get(key, 0)
+            if count > 1:
+                self.pins[key] = count - 1
+            elif count:
+                del self.pins[key]
+        self.tree.unpark_all()
+
+    # ---- eviction ----
+    def oldest(self) -> Evictable | None:
+        """The page to evict next: the tail of the oldest leaf, or the oldest loose page.
+
+        Leaves that end in a pinned page are parked on the way, so a store full of pins answers at
+        once from the second call on.
+        """
+        best = self._oldest_loose()
+        while (leaf := self.tree.oldest_leaf()) is not None:
+            tail = self.tree.tail(leaf)
+            if tail.key in self.pins:
+                self.tree.park(leaf)
+                continue
+            if best is None or leaf.last_use < best.last_use:
+                best = Evictable(tail.key, tail.slot, tail.generation, leaf.last_use, leaf)
+            break
+        return best
+
+    def forget(self, page: Evictable) -> None:
+        """Remove the page that `oldest` returned; no other change may have come between."""
+        if page.leaf is None:
+            del self.loose[page.key]
+        else:
+            self.tree.cut_tail(page.leaf)
+
+    def _oldest_loose(self) -> Evictable | None:
+        for key, page in self.loose.items():
+            if key not in self.pins:
+                return Evictable(key, page.slot, page.generation, page.last_use, None)
+        return None
+
+    def _add_loose(self, keys: bytes, first: int, rooted: bool, found: Locations, now: int) -> None:
+        """Fill unknown entries of `found` from the loose pages; move them if the chain is known."""
+        moved = Locations.absent(len(found))
+        for i in np.flatnonzero(found.slot == NO_SLOT):
+            key = self._key(keys, first + int(i))
+            page = self.loose.get(key)
+            if page is None:
+                continue
+            for target in (found, moved):
+                target.slot[i] = page.slot
+                target.checksum[i] = page.checksum
+                target.generation[i] = page.generation
+            if not rooted:
+                self.loose[key] = LoosePage(page.slot, page.checksum, page.generation, now)
+                self.loose.move_to_end(key)
+        if rooted:
+            self.insert(keys, first, True, moved, now)
+
+    def _key(self, keys: bytes, index: int) -> bytes:
+        width = self.tree.width
+        return keys[index * width : (index + 1) * width]

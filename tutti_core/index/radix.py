@@ -1,0 +1,428 @@
+"""A radix tree over page-key chains: which pages of a prefix are stored, and where.
+
+Pure: no clock, files, threads or randomness; the caller passes time in and holds a lock.
+
+An edge is a packed run of page keys with parallel arrays of locations, so matching a long prefix is
+a few memory compares and a page costs its key plus 24 bytes. A page whose bytes are not stored can
+still stand in the tree, as a *gap* between stored pages (its slot is NO_SLOT): an ancestor that was
+dropped, or never saved, does not take its descendants along.
+
+Invariants (`check` verifies them)
+    - A child hangs at the end of its parent's edge; children of a node differ in their first key.
+    - A leaf ends in a stored page; so every gap has a stored page below it.
+    - `leaves` holds exactly the leaves that are not parked, ordered by last use.
+    - `page_count` is the number of stored pages; `node.gaps` that of gaps in its edge.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+from sortedcontainers import SortedDict
+
+U64 = npt.NDArray[np.uint64]
+
+NO_SLOT = (1 << 64) - 1
+"""Location of a page that is in the tree but not stored."""
+
+
+class Node:
+    """One edge and the children at its end. Arrays run parallel to the keys, one entry a page."""
+
+    __slots__ = (
+        "checksums",
+        "children",
+        "gaps",
+        "generations",
+        "keys",
+        "last_use",
+        "parent",
+        "parked",
+        "serial",
+        "slots",
+    )
+
+    def __init__(self, serial: int, parent: Node | None) -> None:
+        self.serial = serial
+        self.parent = parent
+        self.keys = bytearray()
+        self.slots = array("Q")
+        self.checksums = array("Q")
+        self.generations = array("Q")
+        self.children: dict[bytes, Node] | None = None
+        self.gaps = 0
+        self.last_use = 0
+        self.parked = False
+
+    def __len__(self) -> int:
+        return len(self.slots)
+
+
+@dataclass(frozen=True, slots=True)
+class Locations:
+    """Where n pages are: parallel uint64 arrays; slot is NO_SLOT for a page that is not stored."""
+
+    slot: U64
+    checksum: U64
+    generation: U64
+
+    def __len__(self) -> int:
+        return len(self.slot)
+
+    def part(self, start: int, stop: int) -> Locations:
+        """Entries start .. stop-1, as views."""
+        return Locations(
+            self.slot[start:stop], self.checksum[start:stop], self.generation[start:stop]
+        )
+
+    def select(self, index: npt.NDArray[np.intp]) -> Locations:
+        """Some of the entries, as copies."""
+        return Locations(self.slot[index], self.checksum[index], self.generation[index])
+
+    @classmethod
+    def absent(cls, count: int) -> Locations:
+        """`count` pages that are not stored."""
+        return cls(
+            np.full(count, NO_SLOT, dtype=np.uint64),
+            np.zeros(count, dtype=np.uint64),
+            np.zeros(count, dtype=np.uint64),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Victim:
+    """A page offered for eviction: the last page of a leaf."""
+
+    node: Node
+    key: bytes
+    slot: int
+    generation: int
+
+
+class RadixTree:
+    """Pages of one namespace, keyed by chains of `width`-byte page keys. Not thread-safe."""
+
+    def __init__(self, width: int) -> None:
+        self.width = width
+        self.root = Node(0, None)
+        self.leaves: SortedDict = SortedDict()  # (last_use, serial) -> Node
+        self.page_count = 0
+        self._serial = 0
+
+    # ---- reading ----
+    def match(self, keys: bytes, now: int, first: int = 0) -> int:
+        """Return how many pages from page `first` on are stored without a gap, and touch the path.
+
+        Parameters
+            keys: packed chain from the first page of the sequence on.
+            now: recency given to the nodes passed; rising from call to call.
+        Cost       one compare per node on the path.
+        """
+        path = self._walk(keys, len(keys) // self.width)
+        hit = self._stored_run(path, first)
+        if hit:
+            self._touch([step for step in path if step[1] < first + hit], now)
+        return hit
+
+    def locate(self, keys: bytes, now: int, first: int = 0) -> Locations:
+        """Return the locations of pages `first` .. end of the chain, and touch the path."""
+        count = len(keys) // self.width
+        path = self._walk(keys, count)
+        found = Locations.absent(count - first)
+        for node, start, length in path:
+            low = max(start, first)
+            if low >= start + length:
+                continue
+            inside = slice(low - start, length)
+            target = slice(low - first, start + length - first)
+            found.slot[target] = np.frombuffer(node.slots, dtype=np.uint64)[inside]
+            found.checksum[target] = np.frombuffer(node.checksums, dtype=np.uint64)[inside]
+            found.generation[target] = np.frombuffer(node.generations, dtype=np.uint64)[inside]
+        self._touch(path, now)
+        return found
+
+    def _stored_run(self, path: list[tuple[Node, int, int]], first: int) -> int:
+        end = first
+        for node, start, length in path:
+            if start + length <= first:
+                continue
+            if node.gaps:
+                low = max(start, first)
+                run = np.frombuffer(node.slots, dtype=np.uint64)[low - start : length]
+                gaps = np.flatnonzero(run == NO_SLOT)
+                if len(gaps):
+                    return low + int(gaps[0]) - first
+            end = start + length
+        return max(end - first, 0)
+
+    def _walk(self, keys: bytes, count: int) -> list[tuple[Node, int, int]]:
+        """The nodes along the first `count` keys: (node, index of its first page, pages equal)."""
+        width, node, at = self.width, self.root, 0
+        path = []
+        while at < count and node.children:
+            child = node.children.get(keys[at * width : (at + 1) * width])
+            if child is None:
+                break
+            length = self._equal_pages(child, keys, at, min(len(child), count - at))
+            path.append((child, at, length))
+            if length < len(child):
+                break
+            at += length
+            node = child
+        return path
+
+    def _equal_pages(self, node: Node, keys: bytes, at: int, count: int) -> int:
+        """How many of the first `count` pages of `node` equal the keys from `at` on; at least 1."""
+        width = self.width
+        with memoryview(node.keys) as edge:
+            if keys.startswith(edge[: count * width], at * width):
+                return count
+            low, high = 1, count  # low pages are equal, high are not
+            while high - low > 1:
+                middle = (low + high) // 2
+                if keys.startswith(edge[: middle * width], at * width):
+                    low = middle
+                else:
+                    high = middle
+            return low
+
+    def _touch(self, path: list[tuple[Node, int, int]], now: int) -> None:
+        for node, _, _ in path:
+            self._set_last_use(node, now)
+
+    # ---- writing ----
+    def insert(self, keys: bytes, first: int, pages: Locations, now: int) -> None:
+        """Record the locations of pages `first` .. end of the chain.
+
+        Ancestors that the tree does not know become gaps. A page that is known gets the new
+        location; NO_SLOT in `pages` leaves a page as it is.
+        """
+        width = self.width
+        count = first + len(pages)
+        while count > first and pages.slot[count - first - 1] == NO_SLOT:
+            count -= 1
+        if count == first:
+            return
+        path = self._walk(keys, count)
+        known = path[-1][1] + path[-1][2] if path else 0
+        for node, start, length in path:
+            low = max(start, first)
+            if low < start + length:
+                self._overwrite(node, low - start, pages.part(low - first, start + length - first))
+        if known < count:
+            fresh = Locations.absent(count - known)
+            skip = max(first - known, 0)
+            source = pages.part(max(known - first, 0), count - first)
+            fresh.slot[skip:] = source.slot
+            fresh.checksum[skip:] = source.checksum
+            fresh.generation[skip:] = source.generation
+            end = path[-1][0] if path else self.root
+            if path and path[-1][2] < len(end):
+                end = self._split(end, path[-1][2])
+            self._append(end, keys[known * width : count * width], fresh, now)
+        self._touch(self._walk(keys, count), now)
+
+    def drop(self, keys: bytes, index: int, generation: int) -> bool:
+        """Forget page `index` of the chain if it is stored with this generation."""
+        path = self._walk(keys, index + 1)
+        if not path or path[-1][1] + path[-1][2] != index + 1:
+            return False
+        node, start, _ = path[-1]
+        at = index - start
+        if node.slots[at] == NO_SLOT or node.generations[at] != generation:
+            return False
+        node.slots[at] = NO_SLOT
+        node.gaps += 1
+        self.page_count -= 1
+        self._trim(node)
+        return True
+
+    def _overwrite(self, node: Node, at: int, pages: Locations) -> None:
+        for i in range(len(pages)):
+            slot = int(pages.slot[i])
+            if slot == NO_SLOT:
+                continue
+            if node.slots[at + i] == NO_SLOT:
+                node.gaps -= 1
+                self.page_count += 1
+            node.slots[at + i] = slot
+            node.checksums[at + i] = int(pages.checksum[i])
+            node.generations[at + i] = int(pages.generation[i])
+
+    def _append(self, node: Node, keys: bytes, pages: Locations, now: int) -> None:
+        """Hang a run below `node`: a longer edge where `node` is a leaf, else a new child."""
+        if node is self.root or node.children:
+            child = self._new_node(node, now)
+            if node.children is None:
+                node.children = {}
+            node.children[keys[: self.width]] = child
+            node = child
+        node.parked = False  # whatever was pinned is not the last page any more
+        self._list_leaf(node)
+        gaps = int(np.count_nonzero(pages.slot == NO_SLOT))
+        node.keys += keys
+        node.slots.frombytes(pages.slot.tobytes())
+        node.checksums.frombytes(pages.checksum.tobytes())
+        node.generations.frombytes(pages.generation.tobytes())
+        node.gaps += gaps
+        self.page_count += len(pages) - gaps
+
+    def _split(self, node: Node, at: int) -> Node:
+        """Cut the edge of `node` after `at` pages; returns the new upper node.
+
+        The lower node keeps its identity, so its place among the leaves stays valid.
+        """
+        width, parent = self.width, node.parent
+        assert parent is not None and parent.children is not None
+        upper = self._new_node(parent, node.last_use)
+        upper.keys = node.keys[: at * width]
+        upper.slots = node.slots[:at]
+        upper.checksums = node.checksums[:at]
+        upper.generations = node.generations[:at]
+        upper.gaps = upper.slots.count(NO_SLOT) if node.gaps else 0
+        parent.children[bytes(upper.keys[:width])] = upper
+        node.keys = node.keys[at * width :]
+        node.slots = node.slots[at:]
+        node.checksums = node.checksums[at:]
+        node.generations = node.generations[at:]
+        node.gaps -= upper.gaps
+        node.parent = upper
+        upper.children = {bytes(node.keys[:width]): node}
+        return upper
+
+    def _trim(self, node: Node) -> None:
+        """Restore the leaf invariant: cut gaps off the end, remove what is empty, go upwards."""
+        while node.parent is not None and not node.children:
+            length = len(node)
+            while length and node.slots[length - 1] == NO_SLOT:
+                length -= 1
+            node.gaps -= len(node) - length
+            if length:
+                del node.keys[length * self.width :]
+                del node.slots[length:]
+                del node.checksums[length:]
+                del node.generations[length:]
+                node.parked = False
+                self._list_leaf(node)
+                return
+            parent = node.parent
+            self._unlist_leaf(node)
+            assert parent.children is not None
+            del parent.children[bytes(node.keys[: self.width])]
+            if not parent.children:
+                parent.children = None
+            node.parent = None
+            node = parent
+
+    def _new_node(self, parent: Node, now: int) -> Node:
+        self._serial += 1
+        node = Node(self._serial, parent)
+        node.last_use = now
+        return node
+
+    # ---- eviction order ----
+    def oldest_leaf(self) -> Node | None:
+        """The leaf that was used least recently and is not parked."""
+        return self.leaves.peekitem(0)[1] if self.leaves else None
+
+    def tail(self, leaf: Node) -> Victim:
+        """The last page of `leaf`; a leaf always ends in a stored page."""
+        return Victim(leaf, bytes(leaf.keys[-self.width :]), leaf.slots[-1], leaf.generations[-1])
+
+    def cut_tail(self, leaf: Node) -> None:
+        """Forget the last page of `leaf`."""
+        leaf.slots[-1] = NO_SLOT
+        leaf.gaps += 1
+        self.page_count -= 1
+        self._trim(leaf)
+
+    def park(self, leaf: Node) -> None:
+        """Take a leaf out of the eviction order (its last page is pinned)."""
+        self._unlist_leaf(leaf)
+        leaf.parked = True
+
+    def unpark_all(self) -> None:
+        """Put all parked leaves back into the eviction order. O(nodes)."""
+        for node in self.nodes():
+            if node.parked:
+                node.parked = False
+                self._list_leaf(node)
+
+    def _list_leaf(self, node: Node) -> None:
+        if not node.children and not node.parked:
+            self.leaves[node.last_use, node.serial] = node
+
+    def _unlist_leaf(self, node: Node) -> None:
+        self.leaves.pop((node.last_use, node.serial), None)
+
+    def _set_last_use(self, node: Node, now: int) -> None:
+        if node.last_use == now:
+            return
+        if node.children or node.parked:
+            node.last_use = now
+        else:
+            self._unlist_leaf(node)
+            node.last_use = now
+            self._list_leaf(node)
+
+    # ---- whole tree ----
+    def nodes(self) -> Iterator[Node]:
+        """All nodes but the root, parents before children."""
+        stack = list(self.root.children.values()) if self.root.children else []
+        while stack:
+            node = stack.pop()
+            yield node
+            if node.children:
+                stack.extend(node.children.values())
+
+    def chains(self) -> Iterator[tuple[bytes, Node]]:
+        """Each node with the packed keys of the path above it, parents before children."""
+        stack = [(b"", node) for node in (self.root.children or {}).values()]
+        while stack:
+            above, node = stack.pop()
+            yield above, node
+            if node.children:
+                path = above + bytes(node.keys)
+                stack.extend((path, child) for child in node.children.values())
+
+    def grow(self, node: Node, keys: bytes, pages: Locations, now: int) -> Node:
+        """Hang a run of stored pages below `node` as a child of its own; for bulk loading.
+
+        No child of `node` may start with the same key.
+        """
+        child = self._new_node(node, now)
+        if node.children is None:
+            if node is not self.root:
+                self._unlist_leaf(node)
+            node.children = {}
+        node.children[keys[: self.width]] = child
+        child.keys += keys
+        child.slots.frombytes(pages.slot.tobytes())
+        child.checksums.frombytes(pages.checksum.tobytes())
+        child.generations.frombytes(pages.generation.tobytes())
+        self.page_count += len(pages)
+        self._list_leaf(child)
+        return child
+
+    def check(self) -> None:
+        """Raise AssertionError if an invariant does not hold. O(pages); for tests."""
+        pages, leaves = 0, {}
+        for node in self.nodes():
+            assert node.parent is not None and node.parent.children is not None
+            first = bytes(node.keys[: self.width])
+            assert node.parent.children[first] is node
+            assert len(node) > 0 and len(node.keys) == len(node) * self.width
+            assert len(node.checksums) == len(node.generations) == len(node)
+            assert node.gaps == node.slots.count(NO_SLOT)
+            assert node.children is None or node.children
+            pages += len(node) - node.gaps
+            if not node.children:
+                assert node.slots[-1] != NO_SLOT
+                if not node.parked:
+                    leaves[node.last_use, node.serial] = node
+        assert pages == self.page_count
+        assert dict(self.leaves) == leaves

@@ -1,0 +1,231 @@
+"""The only door to storage: batches of reads and writes between memory and device extents.
+
+A batch is arrays, never an object per I/O, and everything has a stated maximum. One *item* is one
+contiguous, block-aligned extent of one device; its bytes are gathered from or scattered to a list
+of memory *fragments*. Implementations: `posix.py` (the reference), `uring.py`, and
+`tutti_core.testing.FaultyDevices` (memory, with faults). `tutti_core.testing.conformance` holds
+the checks that each must pass.
+
+Invariants every implementation keeps
+    - A status of 0 means that all bytes of the item moved; anything else is a negative errno.
+    - Items fail alone: the rest of the batch goes on.
+    - Memory belongs to the batch from `submit` until its result was returned by `wait` or the
+      transport was closed.
+    - Nothing is promised about order between items or batches. Callers order by waiting.
+    - A write is durable only after a later `flush` of its device returned 0.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import Protocol, runtime_checkable
+
+import numpy as np
+import numpy.typing as npt
+
+BLOCK_BYTES = 4096
+"""Device offsets are multiples of this, and so are the extents that slots occupy."""
+
+BATCH_ITEMS_MAX = 65_536
+BATCH_FRAGMENTS_MAX = 4_194_304
+BATCHES_IN_FLIGHT_MAX = 256
+
+U64 = npt.NDArray[np.uint64]
+U32 = npt.NDArray[np.uint32]
+I32 = npt.NDArray[np.int32]
+
+
+class Op(IntEnum):
+    """Direction of a batch, seen from the device."""
+
+    READ = 0
+    WRITE = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """One pool file or block device that a transport works on.
+
+    `capacity_bytes` bounds every extent: an item that ends beyond it fails with -ERANGE and touches
+    nothing.
+    """
+
+    path: str
+    capacity_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class TransportOptions:
+    """Bounds of a transport; every one has a reason and a default that suits one NVMe drive.
+
+    queue_depth         transfers in flight on one device.
+    transfer_bytes_max  a larger item is moved in several transfers; a multiple of BLOCK_BYTES.
+    bounce_bytes        memory per device for fragments that cannot be moved in place.
+    """
+
+    queue_depth: int = 64
+    transfer_bytes_max: int = 1 << 20
+    bounce_bytes: int = 16 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Up to BATCH_ITEMS_MAX transfers in one direction, as parallel arrays.
+
+    With n items and m fragments:
+
+    op              READ or WRITE, for all items.
+    device          (n,) uint32, index into the transport's devices.
+    offset_bytes    (n,) uint64, multiples of BLOCK_BYTES.
+    fragment_start  (n + 1,) uint32, rising from 0 to m; item i owns fragments
+                    fragment_start[i] .. fragment_start[i+1] - 1, in the order of its bytes.
+    address         (m,) uint64, virtual addresses; any alignment.
+    length_bytes    (m,) uint64, each > 0.
+    checksum        compute XXH3-64 of each item's bytes: of the source before a write, of the
+                    destination after a read.
+
+    An item's length is the sum of its fragments' lengths. Where it is no multiple of BLOCK_BYTES,
+    the extent reaches to the next multiple; the gap is written as zeros and ignored on a read.
+    All arrays are C-contiguous.
+    """
+
+    op: Op
+    device: U32
+    offset_bytes: U64
+    fragment_start: U32
+    address: U64
+    length_bytes: U64
+    checksum: bool = True
+
+    @property
+    def item_count(self) -> int:
+        """Number of items, n."""
+        return len(self.device)
+
+
+@dataclass(frozen=True, slots=True)
+class BatchResult:
+    """Outcome of a batch, item by item.
+
+    status      (n,) int32, 0 or a negative errno.
+    checksum    (n,) uint64, XXH3-64 of each item with status 0; undefined where the status is not 0
+                or the batch asked for none.
+    """
+
+    status: I32
+    checksum: U64
+
+
+@dataclass(frozen=True, slots=True)
+class Capabilities:
+    """What a transport does on these devices, and why it is not doing better.
+
+    `direct` says for each device whether the page cache is bypassed (O_DIRECT). `notes` are
+    sentences for people: what was refused by the machine and what is used instead.
+    """
+
+    name: str
+    direct: tuple[bool, ...]
+    registered_buffers: bool
+    registered_files: bool
+    queue_depth: int
+    transfer_bytes_max: int
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(slots=True)
+class TransportStats:
+    """Counters since the transport was opened; monotonic, read without a lock."""
+
+    read_items: int = 0
+    read_bytes: int = 0
+    write_items: int = 0
+    write_bytes: int = 0
+    failed_items: int = 0
+    bounced_bytes: int = 0
+    short_transfers: int = 0
+    flushes: int = 0
+    extra: dict[str, int] = field(default_factory=dict)
+
+
+@runtime_checkable
+class Transport(Protocol):
+    """Moves batches. All methods may be called from any thread; only `flush` and `wait` block."""
+
+    @property
+    def devices(self) -> tuple[Device, ...]:
+        """The devices this transport was opened on, in the order that batches index them."""
+        ...
+
+    def capabilities(self) -> Capabilities:
+        """What is in use on this machine. Constant for the life of the transport."""
+        ...
+
+    def register(self, address: int, length_bytes: int) -> int:
+        """Announce memory that later batches will use; returns an id for `unregister`.
+
+        Registration is an optimisation: unregistered memory works too, and a machine that refuses
+        (locked-memory limit) is reported by `capabilities`, not raised. The memory must stay mapped
+        until `unregister` or `close`.
+        """
+        ...
+
+    def unregister(self, region: int) -> None:
+        """Forget registered memory. No batch that uses it may be in flight."""
+        ...
+
+    def submit(self, batch: Batch) -> int:
+        """Start a batch and return its ticket without waiting for I/O.
+
+        Copies the arrays; the memory they point at is used until the batch ends.
+
+        Raises
+            ValueError: the arrays do not fit together (a mistake of the caller).
+            BusyError: BATCHES_IN_FLIGHT_MAX batches are in flight; nothing was started.
+            StoreClosedError: after `close`.
+        """
+        ...
+
+    def wait(self, ticket: int, timeout_s: float) -> BatchResult | None:
+        """Return the result of a batch, or None if it is not finished after `timeout_s` seconds.
+
+        A ticket is spent once its result was returned. `timeout_s` of 0 polls.
+
+        Raises
+            KeyError: unknown or spent ticket.
+        """
+        ...
+
+    def flush(self, device: int) -> int:
+        """Make finished writes to one device durable. Returns 0 or a negative errno. Blocks."""
+        ...
+
+    def stats(self) -> TransportStats:
+        """Counters so far."""
+        ...
+
+    def close(self) -> None:
+        """Finish what is in flight, then let go of files, rings and threads. Idempotent."""
+        ...
+
+
+def check_batch(batch: Batch, device_count: int) -> None:
+    """Raise ValueError unless the arrays of `batch` fit together. O(n + m), no I/O."""
+    n, m = len(batch.device), len(batch.address)
+    start = batch.fragment_start
+    if not 0 < n <= BATCH_ITEMS_MAX or m > BATCH_FRAGMENTS_MAX:
+        raise ValueError(
+            f"a batch holds 1 to {BATCH_ITEMS_MAX} items and at most {BATCH_FRAGMENTS_MAX} "
+            f"fragments; got {n} items, {m} fragments"
+        )
+    if len(batch.offset_bytes) != n or len(start) != n + 1 or len(batch.length_bytes) != m:
+        raise ValueError("the arrays of a batch have different lengths")
+    if int(start[0]) != 0 or int(start[-1]) != m or bool(np.any(start[1:] <= start[:-1])):
+        raise ValueError("fragment_start must rise from 0 to the number of fragments")
+    if bool(np.any(batch.device >= device_count)):
+        raise ValueError(f"device index out of range; there are {device_count} devices")
+    if bool(np.any(batch.offset_bytes % BLOCK_BYTES)):
+        raise ValueError(f"offset_bytes must be a multiple of {BLOCK_BYTES}")
+    if bool(np.any(batch.length_bytes == 0)):
+        raise ValueError("a fragment has length 0")

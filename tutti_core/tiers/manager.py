@@ -1,0 +1,590 @@
+"""Decides what is where: look-ups over tree and catalog, space for new pages, eviction.
+
+One lock guards the trees and the space map; it is held for memory work only, never over a transfer
+or a catalog transaction. Look-ups may come from any thread; `reserve`, `publish`, `remove_dropped`
+and `clear` belong to the store's saver thread, so that a store has one catalog writer.
+
+Order that keeps a page bit-exact or a miss
+    - bytes, then flush, then the catalog commit, then the tree (publish);
+    - tree, then the catalog commit, then the slot is given up, then loads that could still be
+      reading it end, then the slot is handed out again (evict).
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import lmdb
+import numpy as np
+import numpy.typing as npt
+
+from tutti_core import hashing
+from tutti_core.format import DATA_OFFSET_BYTES, SegmentEntry
+from tutti_core.index.catalog import (
+    Catalog,
+    NewPages,
+    Records,
+    page_keys_of,
+    slot_of,
+    slots_of_records,
+)
+from tutti_core.index.pages import Evictable, NamespacePages
+from tutti_core.index.radix import NO_SLOT, Locations
+from tutti_core.index.restore import build_pages
+from tutti_core.io.transport import BLOCK_BYTES
+from tutti_core.keys import Namespace
+from tutti_core.tiers.lease import Lease, try_lease
+from tutti_core.tiers.pools import Layout, preallocate_segment
+from tutti_core.tiers.space import Space
+
+logger = logging.getLogger("tutti")
+
+U64 = npt.NDArray[np.uint64]
+
+EVICTION_BATCH_PAGES_MAX = 256
+"""Pages evicted beyond the need at hand, so that a catalog commit serves many saves."""
+
+_RESTORE_CHUNK = 8192
+_SEGMENT_CANDIDATES_MAX = 64
+_DISK_FULL_PAUSE_S = 10.0
+_CLAIM_PAUSE_S = 1.0
+"""How long to leave the catalog in peace after it had no segment to give."""
+
+
+@dataclass(slots=True)
+class Entry:
+    """One namespace in memory."""
+
+    digest: bytes
+    page_bytes: int
+    key_bytes: int
+    pages: NamespacePages
+    slot_bytes: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.slot_bytes = -(-self.page_bytes // BLOCK_BYTES) * BLOCK_BYTES
+
+    def record_keys(self, page_keys: bytes) -> bytes:
+        """Catalog keys of packed page keys."""
+        return hashing.record_keys(self.digest, page_keys, self.key_bytes)
+
+
+class Manager:
+    """Placement of one store's pages.
+
+    Parameters
+        owned_max: segments that this process may own.
+    """
+
+    def __init__(
+        self, layout: Layout, catalog: Catalog, lease: Lease, lease_folder: Path, owned_max: int
+    ) -> None:
+        self.layout = layout
+        self.catalog = catalog
+        self.lock = threading.Lock()
+        self.slots_returned = threading.Condition(self.lock)
+        self.space = Space(layout.segment_bytes)
+        self.restored = threading.Event()
+        self.counters: Counter[str] = Counter()
+        self._counters_lock = threading.Lock()
+        self._entries: dict[bytes, Entry] = {}
+        self._lease = lease
+        self._lease_folder = lease_folder
+        self._owned_max = owned_max
+        self._unscanned = [
+            number
+            for number, entry in catalog.segments().items()
+            if entry.lease == lease.number and number < layout.segment_count
+        ]
+        self._clock = catalog.sequence() + 1  # newer than every restored page
+        self._no_claims_until_s = 0.0
+        self._no_adoption_until_s = 0.0
+        self._stopping = False
+
+    def count(self, name: str, amount: int) -> None:
+        """Add to a counter. The counters have a lock of their own, held for the addition."""
+        with self._counters_lock:
+            self.counters[name] += amount
+
+    # ---- namespaces ----
+    def entry(self, namespace: Namespace) -> Entry:
+        """The in-memory side of a namespace, registered in the catalog."""
+        digest = namespace.digest()
+        self.catalog.register_namespace(digest, namespace.canonical())
+        with self.lock:
+            return self._entry(digest, namespace.page_bytes, namespace.key_bytes)
+
+    def _entry(self, digest: bytes, page_bytes: int, key_bytes: int) -> Entry:
+        entry = self._entries.get(digest)
+        if entry is None:
+            entry = Entry(digest, page_bytes, key_bytes, NamespacePages(key_bytes))
+            self._entries[digest] = entry
+        return entry
+
+    def _tick(self) -> int:
+        self._clock += 1
+        return self._clock
+
+    # ---- look-up ----
+    def match(self, entry: Entry, keys: bytes, first: int, rooted: bool) -> int:
+        """Return how many pages from page `first` on are stored without a gap."""
+        count = len(keys) // entry.key_bytes
+        if rooted:
+            with self.lock:
+                hit = entry.pages.match(keys, first, self._tick())
+            chunk = 1
+            while first + hit < count:
+                # Pages of other processes, or not restored yet. Most misses cost one look-up.
+                stop = min(first + hit + chunk, count)
+                found = self._consult_catalog(entry, keys, first + hit, stop, True)
+                gaps = np.flatnonzero(~found)
+                hit += int(gaps[0]) if len(gaps) else len(found)
+                if len(gaps):
+                    break
+                chunk *= 4
+            return hit
+        present = self.locate(entry, keys, first, False).slot != NO_SLOT
+        gaps = np.flatnonzero(~present)
+        return int(gaps[0]) if len(gaps) else len(present)
+
+    def locate(self, entry: Entry, keys: bytes, first: int, rooted: bool) -> Locations:
+        """Return the locations of pages `first` .. end of the chain."""
+        with self.lock:
+            found = self._locate(entry, keys, first, rooted)
+        missing = np.flatnonzero(found.slot == NO_SLOT)
+        if len(missing):
+            low, high = first + int(missing[0]), first + int(missing[-1]) + 1
+            if self._consult_catalog(entry, keys, low, high, rooted).any():
+                with self.lock:
+                    found = self._locate(entry, keys, first, rooted)
+        return found
+
+    def _locate(self, entry: Entry, keys: bytes, first: int, rooted: bool) -> Locations:
+        found = entry.pages.locate(keys, first, rooted, self._tick())
+        present = found.slot != NO_SLOT
+        stale = present & ~self.space.holds(found.slot, found.generation)
+        for i in np.flatnonzero(stale):  # normally none; see `holds`
+            entry.pages.drop(keys, first + int(i), rooted, int(found.generation[i]))
+        found.slot[stale] = NO_SLOT
+        return found
+
+    def _consult_catalog(
+        self, entry: Entry, keys: bytes, start: int, stop: int, rooted: bool
+    ) -> npt.NDArray[np.bool_]:
+        """Look pages start .. stop-1 up in the catalog and add what it has to the tree."""
+        width = entry.key_bytes
+        part = keys[start * width : stop * width]
+        found, records = self.catalog.lookup(entry.record_keys(part))
+        found &= _same_pages(records, entry, part)
+        if found.any():
+            where = _locations(records)
+            where.slot[~found] = NO_SLOT
+            with self.lock:
+                # A page evicted between the look-up and here must not come back.
+                gone = ~self.space.holds(where.slot, where.generation) & found
+                where.slot[gone] = NO_SLOT
+                found &= ~gone
+                entry.pages.insert(keys[: stop * width], start, rooted, where, self._tick())
+        return found
+
+    def still_there(
+        self, entry: Entry, keys: bytes, index: npt.NDArray[np.intp], where: Locations
+    ) -> npt.NDArray[np.bool_]:
+        """Whether the pages at `index` of a chain are unchanged after they were read.
+
+        Pages in segments of this process are protected while they are read; those of others may
+        have been evicted and overwritten meanwhile, which shows in the generation.
+        """
+        with self.lock:
+            foreign = np.flatnonzero(~self.space.owns(where.slot))
+        valid = np.ones(len(where), dtype=np.bool_)
+        if len(foreign):
+            found, records = self.catalog.lookup(self.record_keys(entry, keys, index[foreign]))
+            same = slots_of_records(records) == where.slot[foreign]
+            valid[foreign] = found & same & (records["generation"] == where.generation[foreign])
+        return valid
+
+    def record_keys(self, entry: Entry, keys: bytes, index: npt.NDArray[np.intp]) -> bytes:
+        """Packed catalog keys of the pages at `index` of a chain."""
+        rows = np.frombuffer(keys, dtype=np.uint8).reshape(-1, entry.key_bytes)
+        return entry.record_keys(rows[index].tobytes())
+
+    def pin(self, entry: Entry, keys: bytes) -> int:
+        """Pin the pages of a chain that are stored without a gap; returns how many."""
+        with self.lock:
+            hit = entry.pages.match(keys, 0, self._tick())
+            entry.pages.pin(keys[: hit * entry.key_bytes])
+        return hit
+
+    def unpin(self, entry: Entry, keys: bytes) -> None:
+        """Take one pin off each page of a chain."""
+        with self.lock:
+            entry.pages.unpin(keys)
+
+    def used_bytes(self) -> int:
+        """Bytes of slots in use in this process's segments that were scanned so far."""
+        with self.lock:
+            return self.space.used_bytes
+
+    # ---- loads ----
+    def begin_load(self) -> int:
+        """Protect what is located now from being overwritten; ends with `end_load`."""
+        with self.lock:
+            return self.space.begin_load()
+
+    def end_load(self, start: int) -> None:
+        """The load touches no slot any more."""
+        with self.slots_returned:
+            self.space.end_load(start)
+            self.slots_returned.notify_all()
+
+    def drop(self, entry: Entry, keys: bytes, index: int, rooted: bool, generation: int) -> None:
+        """Forget a page in memory; `remove_dropped` does the same in the catalog."""
+        with self.lock:
+            entry.pages.drop(keys, index, rooted, generation)
+
+    # ---- space (saver thread) ----
+    def reserve(self, entry: Entry, count: int, sweep: Callable[[], None], wait_s: float) -> U64:
+        """Reserve slots for `count` pages, evicting where needed; fewer when nothing can go.
+
+        Parameters
+            sweep: called to let finished loads return their slots.
+            wait_s: bound on waiting for loads in flight.
+        """
+        self._make_room_in_catalog(count)
+        self._open_pools(entry.slot_bytes)
+        taken: list[U64] = []
+        deadline_s = time.monotonic() + wait_s
+        while count:
+            with self.lock:
+                slots = self.space.allocate(count, entry.slot_bytes)
+            taken.append(slots)
+            count -= len(slots)
+            if count and not self._more_space(entry, count, sweep, deadline_s):
+                break
+        return np.concatenate(taken) if taken else np.empty(0, dtype=np.uint64)
+
+    def cancel(self, slots: U64) -> None:
+        """Give reserved slots back unused."""
+        with self.lock:
+            self.space.cancel(slots)
+
+    def extents(self, slots: U64, slot_bytes: int) -> tuple[npt.NDArray[np.uint32], U64]:
+        """Device index and byte offset of each slot."""
+        segment = slots >> np.uint64(32)
+        pools = np.uint64(self.layout.pool_count)
+        offset = (
+            np.uint64(DATA_OFFSET_BYTES)
+            + segment // pools * np.uint64(self.layout.segment_bytes)
+            + (slots & np.uint64(0xFFFFFFFF)) * np.uint64(slot_bytes)
+        )
+        return (segment % pools).astype(np.uint32), offset
+
+    def _more_space(
+        self, entry: Entry, count: int, sweep: Callable[[], None], deadline_s: float
+    ) -> bool:
+        """Find more free slots of this size by the cheapest means left; False if there is none."""
+        if self._scan_own_segment() or self._claim_segment(entry.slot_bytes, None):
+            return True
+        if self._adopt_segments():
+            return True
+        sweep()
+        with self.slots_returned:
+            if self.space.free_count(entry.slot_bytes):
+                return True
+            if self.space.waiting_count(entry.slot_bytes) >= count:
+                # Enough was evicted; loads in flight are still reading it.
+                left_s = deadline_s - time.monotonic()
+                if left_s <= 0:
+                    return False
+                self.slots_returned.wait(min(left_s, 0.01))
+                return True
+        return self._evict(count, entry.slot_bytes)
+
+    def _open_pools(self, slot_bytes: int) -> None:
+        """See that every pool has room while there is unclaimed space, so that pages stripe."""
+        with self.lock:
+            have = self.space.pools_with_space(slot_bytes)
+        claims = time.monotonic() >= self._no_claims_until_s
+        if len(have) < self.layout.pool_count and claims and not self._unscanned:
+            for pool in range(self.layout.pool_count):
+                if pool not in have:
+                    self._claim_segment(slot_bytes, pool)
+
+    def _scan_own_segment(self) -> bool:
+        """Read the slot map of one more segment that this lease owns already."""
+        if not self._unscanned:
+            return False
+        self._take_over(self._unscanned.pop())
+        return True
+
+    def _take_over(self, number: int) -> None:
+        """Put an owned segment into the space map, with the slots that the catalog has as used."""
+        entry = self.catalog.segments()[number]
+        slot_bytes = entry.slot_blocks * BLOCK_BYTES
+        used = self.catalog.slots_of(number)
+        taken: dict[int, int] = {}
+        lost: dict[int, bytes] = {}
+        found, records = self.catalog.lookup(b"".join(used.values()))
+        for i, (slot, record_key) in enumerate(used.items()):
+            fits = (slot + 1) * slot_bytes <= self.layout.segment_bytes
+            if found[i] and fits and slot_of(records[i]) == number << 32 | slot:
+                taken[slot] = int(records[i]["generation"])
+            else:
+                lost[slot] = record_key
+        if lost:
+            self.catalog.remove_slots(number, lost)
+            self.count("slots_reclaimed", len(lost))
+        with self.lock:
+            self.space.add(number, number % self.layout.pool_count, slot_bytes, taken)
+
+    def _claim_segment(self, slot_bytes: int, pool: int | None) -> bool:
+        """Take an unassigned segment, or turn an empty one of ours to this slot size."""
+        if time.monotonic() < self._no_claims_until_s:
+            return self._recycle_segment(slot_bytes)
+        assigned = self.catalog.segments()
+        step = self.layout.pool_count if pool is not None else 1
+        free = (s for s in range(pool or 0, self.layout.segment_count, step) if s not in assigned)
+        candidates = [s for s, _ in zip(free, range(_SEGMENT_CANDIDATES_MAX), strict=False)]
+        wanted = SegmentEntry(self._lease.number, slot_bytes // BLOCK_BYTES)
+        number = self.catalog.claim_segment(candidates, wanted, self._owned_max)
+        if number is None:
+            if pool is None:
+                self._no_claims_until_s = time.monotonic() + _CLAIM_PAUSE_S
+            return self._recycle_segment(slot_bytes)
+        try:
+            preallocate_segment(self.layout, number)
+        except OSError as error:
+            self.catalog.free_segment(number)
+            self._note_disk_full(error)
+            return self._recycle_segment(slot_bytes)
+        with self.lock:
+            self.space.add(number, number % self.layout.pool_count, slot_bytes)
+        return True
+
+    def _note_disk_full(self, error: OSError) -> None:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            self.count("preallocation_errors", 1)
+        self.count("disk_full", 1)
+        self._no_claims_until_s = time.monotonic() + _DISK_FULL_PAUSE_S
+        logger.warning(
+            "the file system refuses more space below the configured capacity (%s); "
+            "evicting instead",
+            error.strerror,
+        )
+
+    def _recycle_segment(self, slot_bytes: int) -> bool:
+        with self.lock:
+            self.space.collect()
+            empty = self.space.empty_segments(other_than=slot_bytes)
+            if not empty:
+                return False
+            self.space.remove(empty[0])
+        old = self.catalog.segments()[empty[0]]
+        new = SegmentEntry(self._lease.number, slot_bytes // BLOCK_BYTES)
+        if not self.catalog.reassign_segment(empty[0], old, new):
+            return False
+        with self.lock:
+            self.space.add(empty[0], empty[0] % self.layout.pool_count, slot_bytes)
+        return True
+
+    def _adopt_segments(self) -> bool:
+        """Take over the segments of leases whose processes are gone, up to this process's share."""
+        if time.monotonic() < self._no_adoption_until_s:
+            return False
+        self._no_adoption_until_s = time.monotonic() + _CLAIM_PAUSE_S
+        segments = self.catalog.segments()
+        owned = sum(e.lease == self._lease.number for e in segments.values())
+        adopted = False
+        for number in {e.lease for e in segments.values()} - {self._lease.number}:
+            lease = try_lease(self._lease_folder, number)
+            if lease is None:
+                continue
+            try:
+                for segment, old in segments.items():
+                    if old.lease != number or owned >= self._owned_max:
+                        continue
+                    new = SegmentEntry(self._lease.number, old.slot_blocks)
+                    if self.catalog.reassign_segment(segment, old, new):
+                        self._unscanned.append(segment)
+                        owned += 1
+                        adopted = True
+            finally:
+                lease.release()
+        return adopted
+
+    # ---- eviction (saver thread) ----
+    def _make_room_in_catalog(self, count: int) -> None:
+        excess = self.catalog.record_count() + count - self.catalog.records_max
+        if excess > 0:
+            self._evict(excess, None)
+
+    def _evict(self, count: int, slot_bytes: int | None) -> bool:
+        """Evict `count` pages of one slot size (None: any), oldest leaves first; False if none.
+
+        Pages of another size go first where they are older; their segments are recycled when empty.
+        """
+        self.restored.wait()
+        while self._scan_own_segment():
+            pass
+        victims: list[tuple[bytes, int, int]] = []
+        with self.lock:
+            total = self.space.slot_count(slot_bytes)
+            count = max(count, min(EVICTION_BATCH_PAGES_MAX, total // 32))
+            others = self.layout.segment_bytes // BLOCK_BYTES
+            while count > 0 and others > 0 and (choice := self._oldest()) is not None:
+                entry, page = choice
+                entry.pages.forget(page)
+                if not self.space.owns_slot(page.slot):
+                    continue  # another process's page: only it can evict it
+                victims.append((entry.record_keys(page.key), page.slot, page.generation))
+                if slot_bytes is None or entry.slot_bytes == slot_bytes:
+                    count -= 1
+                else:
+                    others -= entry.slot_bytes // BLOCK_BYTES
+            slots = np.array([slot for _, slot, _ in victims], dtype=np.uint64)
+            self.space.retire(slots)  # a look-up that still finds the record must not revive it
+        if not victims:
+            return False
+        self.catalog.remove(victims)
+        with self.lock:
+            self.space.give_up(slots)
+        self.count("evicted_pages", len(victims))
+        return True
+
+    def _oldest(self) -> tuple[Entry, Evictable] | None:
+        best: tuple[Entry, Evictable] | None = None
+        for entry in self._entries.values():
+            page = entry.pages.oldest()
+            if page is not None and (best is None or page.last_use < best[1].last_use):
+                best = (entry, page)
+        return best
+
+    # ---- publishing and removing (saver thread) ----
+    def publish(
+        self, groups: list[tuple[Entry, bytes, bool, npt.NDArray[np.intp], NewPages]]
+    ) -> list[bool]:
+        """Make written pages visible: (entry, chain, rooted, page indices, pages) each.
+
+        Slots of pages that another writer published first are given back.
+
+        Returns
+            for each group, whether its pages are in the store now.
+        """
+        try:
+            published = self.catalog.publish([pages for *_, pages in groups])
+        except lmdb.Error as error:  # the map is full, or the file system is
+            logger.warning("pages were written but not published: %s", error)
+            self.count("catalog_errors", 1)
+            self.catalog.note_full()
+            for *_, pages in groups:
+                self.cancel(pages.slot)
+            return [False] * len(groups)
+        with self.lock:
+            for (entry, keys, rooted, index, pages), done in zip(groups, published, strict=True):
+                generation = done.record["generation"].astype(np.uint64)
+                self.space.commit(pages.slot[done.taken], generation[done.taken])
+                self.space.cancel(pages.slot[~done.taken])
+                first, stop = int(index[0]), int(index[-1]) + 1
+                where = Locations.absent(stop - first)
+                found = _locations(done.record)
+                where.slot[index - first] = found.slot
+                where.checksum[index - first] = found.checksum
+                where.generation[index - first] = found.generation
+                entry.pages.insert(
+                    keys[: stop * entry.key_bytes], first, rooted, where, self._tick()
+                )
+        return [True] * len(groups)
+
+    def remove_dropped(self, pages: list[tuple[bytes, int, int]]) -> None:
+        """Remove pages that turned out unreadable: (record key, slot, generation) each."""
+        slots = np.array([slot for _, slot, _ in pages], dtype=np.uint64)
+        generations = np.array([generation for *_, generation in pages], dtype=np.uint64)
+        with self.lock:
+            mine = self.space.owns(slots) & self.space.holds(slots, generations)
+            self.space.retire(slots[mine])
+        self.catalog.remove(pages)
+        with self.lock:
+            self.space.give_up(slots[mine])
+
+    def clear(self, entry: Entry) -> int:
+        """Remove every page of a namespace; returns how many records went."""
+        self.restored.wait()
+        while self._scan_own_segment():
+            pass
+        with self.lock:
+            entry.pages = NamespacePages(entry.key_bytes)
+        count = 0
+        for keys, records, _ in self.catalog.scan_records(_RESTORE_CHUNK):
+            mine = np.flatnonzero(records["namespace"] == np.void(entry.digest))
+            slots = slots_of_records(records)
+            batch = [
+                (keys[i * 16 : i * 16 + 16], int(slots[i]), int(records["generation"][i]))
+                for i in mine
+            ]
+            if batch:
+                self.remove_dropped(batch)
+                count += len(batch)
+        return count
+
+    # ---- restart ----
+    def restore(self) -> None:
+        """Fill the trees from the catalog; runs once, in the background, after opening."""
+        try:
+            parts: dict[bytes, list[tuple[bytes, Records]]] = {}
+            for keys, records, _ in self.catalog.scan_records(_RESTORE_CHUNK):
+                if self._stopping:
+                    return
+                for digest in np.unique(records["namespace"]):
+                    chosen = np.flatnonzero(records["namespace"] == digest)
+                    rows = np.frombuffer(keys, dtype="V16")[chosen]
+                    parts.setdefault(digest.tobytes(), []).append((rows.tobytes(), records[chosen]))
+            descriptions = self.catalog.namespaces()
+            for digest, chunks in parts.items():
+                if digest in descriptions and not self._stopping:
+                    self._restore_namespace(digest, json.loads(descriptions[digest]), chunks)
+        except Exception:
+            logger.exception("the index could not be restored; look-ups go to the catalog")
+        finally:
+            self.restored.set()
+
+    def _restore_namespace(
+        self, digest: bytes, description: dict[str, int], chunks: list[tuple[bytes, Records]]
+    ) -> None:
+        width = int(description["key_bytes"])
+        records = np.concatenate([r for _, r in chunks])
+        restored = build_pages(width, b"".join(k for k, _ in chunks), records)
+        with self.lock:
+            entry = self._entry(digest, int(description["page_bytes"]), width)
+            restored.absorb(entry.pages)
+            entry.pages = restored
+
+    def stop(self) -> None:
+        """Ask a running `restore` to end soon."""
+        self._stopping = True
+
+
+def _locations(records: Records) -> Locations:
+    return Locations(
+        slots_of_records(records),
+        records["checksum"].astype(np.uint64),
+        records["generation"].astype(np.uint64),
+    )
+
+
+def _same_pages(records: Records, entry: Entry, keys: bytes) -> npt.NDArray[np.bool_]:
+    """Whether each record is of exactly this namespace, page key and length; hashes may collide."""
+    width = entry.key_bytes
+    stored = page_keys_of(records, width)
+    same = (stored == np.frombuffer(keys, dtype=np.uint8).reshape(-1, width)).all(axis=1)
+    same &= records["namespace"] == np.void(entry.digest)
+    same &= records["length_bytes"] == entry.page_bytes
+    return np.asarray(same, dtype=np.bool_)

@@ -1,0 +1,393 @@
+"""The saving thread: groups pages, writes them, makes them durable, publishes them.
+
+One thread per store, and the only one that writes to its catalog: saves, removals of unreadable
+pages and clears pass through one bounded queue in order. Two groups overlap: while one is flushed
+and committed, the next is being written.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from tutti_core.errors import BusyError
+from tutti_core.format import ROOT_PARENT, UNKNOWN_PARENT
+from tutti_core.geometry import PageFragments
+from tutti_core.index.catalog import RECORD_KEY_BYTES, NewPages
+from tutti_core.io.transport import Batch, BatchResult, Op, Transport
+from tutti_core.tiers.manager import Entry, Manager
+
+logger = logging.getLogger("tutti")
+
+GROUP_PAGES_MAX = 4096
+GROUP_BYTES_MAX = 512 << 20
+JOBS_MAX = 4096
+
+Indices = npt.NDArray[np.intp]
+
+
+class SaveTicket:
+    """Outcome of one `save`: True for each page that is in the store when it ends.
+
+    Threads    any may wait; all see the same result.
+    """
+
+    def __init__(self, stored: npt.NDArray[np.bool_]) -> None:
+        self._stored = stored
+        self._done = threading.Event()
+
+    def done(self) -> bool:
+        """Whether the result is there."""
+        return self._done.is_set()
+
+    def wait(self, timeout_s: float | None = None) -> npt.NDArray[np.bool_]:
+        """Return one bool a page: stored (durably, unless the store was opened otherwise).
+
+        Raises
+            BusyError: not finished after `timeout_s`; wait again. The memory is still in use.
+        """
+        if not self._done.wait(timeout_s):
+            raise BusyError(f"the save is not finished after {timeout_s} s", op="save")
+        return self._stored
+
+    def settle(self, pages: Indices, stored: bool) -> None:
+        """Set the outcome of some pages; for the store."""
+        self._stored[pages] = stored
+
+    def finish(self) -> None:
+        """Let the waiters see the result; for the store."""
+        self._done.set()
+
+
+@dataclass(slots=True)
+class SaveJob:
+    """Pages of one chain to be written.
+
+    keys        packed chain, from the first known page to the last page of the job.
+    index       positions in the chain of the pages to write, rising.
+    result      position of each of them in the ticket's result.
+    fragments   their memory, one row each.
+    """
+
+    entry: Entry
+    keys: bytes
+    rooted: bool
+    index: Indices
+    result: Indices
+    fragments: PageFragments
+    ticket: SaveTicket
+
+    @property
+    def length_bytes(self) -> int:
+        """Bytes to write."""
+        return len(self.index) * self.entry.page_bytes
+
+    def new_pages(self, count: int, slots: npt.NDArray[np.uint64]) -> NewPages:
+        """Catalog input for the first `count` pages, checksums still zero."""
+        width, low = self.entry.key_bytes, max(int(self.index[0]) - 1, 0)
+        part = self.keys[low * width : (int(self.index[count - 1]) + 1) * width]
+        record_keys = _rows(self.entry.record_keys(part), RECORD_KEY_BYTES)
+        at = self.index[:count] - low
+        parents = record_keys[np.maximum(at - 1, 0)].copy()
+        if int(self.index[0]) == 0:
+            first = ROOT_PARENT if self.rooted else UNKNOWN_PARENT
+            parents[0] = np.frombuffer(first, dtype=np.uint8)
+        return NewPages(
+            namespace=self.entry.digest,
+            length_bytes=self.entry.page_bytes,
+            key_width=width,
+            record_keys=record_keys[at].tobytes(),
+            page_keys=_rows(part, width)[at].tobytes(),
+            parents=parents.tobytes(),
+            slot=slots,
+            checksum=np.zeros(count, dtype=np.uint64),
+        )
+
+
+@dataclass(slots=True)
+class ClearJob:
+    """Remove a namespace; `removed` is its record count once `done` is set."""
+
+    entry: Entry
+    done: threading.Event = field(default_factory=threading.Event)
+    removed: int = 0
+
+
+@dataclass(slots=True)
+class DropJob:
+    """Remove unreadable pages: (record key, slot, generation) each."""
+
+    pages: list[tuple[bytes, int, int]]
+
+
+@dataclass(slots=True)
+class _Writing:
+    """A job whose first `len(pages.slot)` pages are being written."""
+
+    job: SaveJob
+    pages: NewPages
+    device: npt.NDArray[np.uint32]
+    ticket: int
+
+
+Job = SaveJob | ClearJob | DropJob
+
+
+class Saver:
+    """Runs the saving thread of one store.
+
+    Parameters
+        flush: make written pages durable before they are published.
+        backlog_bytes: bound on page bytes that wait or are being written.
+        sweep: lets finished loads return their slots.
+        fail: called once if an invariant of ours breaks; nothing is saved from then on.
+    """
+
+    def __init__(
+        self,
+        manager: Manager,
+        transport: Transport,
+        *,
+        flush: bool,
+        backlog_bytes: int,
+        io_timeout_s: float,
+        sweep: Callable[[], None],
+        fail: Callable[[], None],
+    ) -> None:
+        self._manager = manager
+        self._transport = transport
+        self._flush = flush
+        self._backlog_bytes = backlog_bytes
+        self._io_timeout_s = io_timeout_s
+        self._sweep = sweep
+        self._fail = fail
+        self._jobs: deque[Job] = deque()
+        self._pending_bytes = 0
+        self._changed = threading.Condition()
+        self._stopping = False
+        self._failed = False
+        self._stuck: list[_Writing] = []
+        self._thread = threading.Thread(target=self._run, name="tutti-saver", daemon=True)
+        self._thread.start()
+
+    # ---- any thread ----
+    def enqueue(self, job: Job) -> bool:
+        """Queue a job; False when the backlog is full or the saver has stopped."""
+        length = job.length_bytes if isinstance(job, SaveJob) else 0
+        with self._changed:
+            full = len(self._jobs) >= JOBS_MAX or (
+                length > 0 and self._pending_bytes + length > self._backlog_bytes
+            )
+            if self._stopping or self._failed or full:
+                return False
+            self._pending_bytes += length
+            self._jobs.append(job)
+            self._changed.notify()
+            return True
+
+    def pending_bytes(self) -> int:
+        """Page bytes queued or being written."""
+        return self._pending_bytes
+
+    def stop(self, timeout_s: float) -> bool:
+        """Finish what is queued, then end the thread; False if it is still busy at the deadline."""
+        with self._changed:
+            self._stopping = True
+            self._changed.notify()
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    # ---- the thread ----
+    def _run(self) -> None:
+        writing: list[_Writing] = []
+        while True:
+            group = self._take(wait=not writing)
+            if group is None:
+                break
+            try:
+                started = self._start([job for job in group if isinstance(job, SaveJob)], writing)
+                self._finish(writing)
+                writing = started
+                for job in group:
+                    if not isinstance(job, SaveJob):
+                        self._do(job)
+            except Exception:
+                logger.exception("saving stopped: an invariant of the store broke")
+                self._give_up(group, writing)
+                break
+
+    def _take(self, wait: bool) -> list[Job] | None:
+        """The next group: saves up to the group's bounds, or one other job. None at the end."""
+        with self._changed:
+            while wait and not self._jobs and not self._stopping:
+                self._changed.wait()
+            if not self._jobs:
+                return None if wait else []
+            group: list[Job] = []
+            pages = size = 0
+            while self._jobs:
+                job = self._jobs[0]
+                if not isinstance(job, SaveJob):
+                    if not group:
+                        group.append(self._jobs.popleft())
+                    break
+                pages += len(job.index)
+                size += job.length_bytes
+                if group and (pages > GROUP_PAGES_MAX or size > GROUP_BYTES_MAX):
+                    break
+                group.append(self._jobs.popleft())
+            return group
+
+    def _start(self, jobs: list[SaveJob], before: list[_Writing]) -> list[_Writing]:
+        """Reserve space for a group and start writing it."""
+        started: list[_Writing] = []
+        for job in jobs:
+            slots = self._manager.reserve(
+                job.entry, len(job.index), self._sweep, self._io_timeout_s
+            )
+            if len(slots) < len(job.index):
+                self._manager.count("pages_refused_full", len(job.index) - len(slots))
+            if len(slots) == 0:
+                self._end(job)
+                continue
+            writing = self._submit(job, slots, [*before, *started])
+            if writing is None:
+                self._manager.count("pages_refused_busy", len(slots))
+                self._manager.cancel(slots)
+                self._end(job)
+            else:
+                started.append(writing)
+        return started
+
+    def _submit(
+        self, job: SaveJob, slots: npt.NDArray[np.uint64], before: list[_Writing]
+    ) -> _Writing | None:
+        device, offset = self._manager.extents(slots, job.entry.slot_bytes)
+        batch = page_batch(Op.WRITE, device, offset, job.fragments, len(slots), True)
+        deadline_s = time.monotonic() + self._io_timeout_s
+        while True:
+            try:
+                ticket = self._transport.submit(batch)
+            except BusyError:
+                self._sweep()
+                if time.monotonic() > deadline_s:
+                    return None
+                time.sleep(0.001)
+                continue
+            return _Writing(job, job.new_pages(len(slots), slots), device, ticket)
+
+    def _finish(self, group: list[_Writing]) -> None:
+        """Wait for a group's writes, make them durable, publish them, tell the waiters."""
+        written = []
+        for writing in group:
+            result = self._transport.wait(writing.ticket, self._io_timeout_s)
+            if result is None:
+                # The memory and the slots stay taken until the device answers.
+                self._manager.count("writes_stuck", 1)
+                self._stuck.append(writing)
+                self._end(writing.job)
+            else:
+                written.append((writing, result))
+        flushed = self._flush_devices([w for w, _ in written])
+        ready = [self._select(writing, result, flushed) for writing, result in written]
+        groups = [item for item in ready if item is not None]
+        if groups:
+            stored = self._manager.publish(
+                [(w.job.entry, w.job.keys, w.job.rooted, w.job.index[c], p) for w, c, p in groups]
+            )
+            for (writing, chosen, _), kept in zip(groups, stored, strict=True):
+                if kept:
+                    writing.job.ticket.settle(writing.job.result[chosen], True)
+                    self._manager.count("saved_pages", len(chosen))
+        for writing, _ in written:
+            self._end(writing.job)
+        self._collect_stuck()
+
+    def _flush_devices(self, group: list[_Writing]) -> dict[int, int]:
+        """Flush the devices that a group wrote to; device -> 0 or a negative errno."""
+        devices = {int(d) for writing in group for d in np.unique(writing.device)}
+        return {d: self._transport.flush(d) if self._flush else 0 for d in devices}
+
+    def _select(
+        self, writing: _Writing, result: BatchResult, flushed: dict[int, int]
+    ) -> tuple[_Writing, Indices, NewPages] | None:
+        """The pages of a job that were written; the slots of the others go back."""
+        status = result.status.copy()
+        for device, code in flushed.items():
+            if code:
+                status[(writing.device == device) & (status == 0)] = code
+        good = np.flatnonzero(status == 0)
+        pages = writing.pages
+        pages.checksum[:] = result.checksum
+        if len(good) < len(status):
+            self._manager.count("write_errors", len(status) - len(good))
+            self._manager.cancel(pages.slot[status != 0])
+            pages = pages.select(good)
+        return (writing, good, pages) if len(good) else None
+
+    def _do(self, job: ClearJob | DropJob) -> None:
+        if isinstance(job, DropJob):
+            self._manager.remove_dropped(job.pages)
+        else:
+            job.removed = self._manager.clear(job.entry)
+            job.done.set()
+
+    def _end(self, job: SaveJob) -> None:
+        with self._changed:
+            self._pending_bytes -= job.length_bytes
+        job.ticket.finish()
+
+    def _collect_stuck(self) -> None:
+        """Give back the slots of writes that were given up and have ended since."""
+        still = []
+        for writing in self._stuck:
+            if self._transport.wait(writing.ticket, 0.0) is None:
+                still.append(writing)
+            else:
+                self._manager.cancel(writing.pages.slot)
+        self._stuck = still
+
+    def _give_up(self, group: list[Job], writing: list[_Writing]) -> None:
+        """Answer everybody after an internal error; stored pages stay readable."""
+        with self._changed:
+            self._failed = True
+            left = [*group, *self._jobs, *(w.job for w in writing)]
+            self._jobs.clear()
+        for job in left:
+            if isinstance(job, SaveJob):
+                job.ticket.finish()
+            elif isinstance(job, ClearJob):
+                job.done.set()
+        self._fail()
+
+
+def page_batch(
+    op: Op,
+    device: npt.NDArray[np.uint32],
+    offset_bytes: npt.NDArray[np.uint64],
+    fragments: PageFragments,
+    count: int,
+    checksum: bool,
+) -> Batch:
+    """The transport's view of the first `count` pages of `fragments`."""
+    each = len(fragments.length_bytes)
+    return Batch(
+        op=op,
+        device=np.ascontiguousarray(device),
+        offset_bytes=np.ascontiguousarray(offset_bytes),
+        fragment_start=np.arange(0, (count + 1) * each, each, dtype=np.uint32),
+        address=np.ascontiguousarray(fragments.address[:count]).reshape(-1),
+        length_bytes=np.tile(fragments.length_bytes, count),
+        checksum=checksum,
+    )
+
+
+def _rows(packed: bytes, width: int) -> npt.NDArray[np.uint8]:
+    return np.frombuffer(packed, dtype=np.uint8).reshape(-1, width)
