@@ -1,12 +1,12 @@
 """Tutti's prefix store: token ids in, KV-cache pages out, over NVMe.
 
-    from tutti_core import PrefixStore
+from tutti_core import PrefixStore
 
-    with PrefixStore.open("/mnt/nvme/tutti", capacity="2TiB") as store:
-        pages = store.namespace(model="my-model", page_tokens=64, page_bytes=2 << 20)
-        pages.save(tokens, memory).wait()
-        hit = pages.match(tokens)
-        pages.load(tokens, memory, count=hit.pages).wait()
+with PrefixStore.open("/mnt/nvme/tutti", capacity="2TiB") as store:
+    pages = store.namespace(model="my-model", page_tokens=64, page_bytes=2 << 20)
+    pages.save(tokens, memory).wait()
+    hit = pages.match(tokens)
+    pages.load(tokens, memory, count=hit.pages).wait()
 """
 
 from tutti_core.config import StoreConfig

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -73,15 +73,18 @@ class StoreConfig(BaseModel):
     io_timeout_s: Annotated[float, Field(gt=0, le=3600)] = 30.0
 
     @classmethod
-    def parse(cls, settings: Mapping[str, Any]) -> Self:
+    def parse(cls, settings: Mapping[str, Any], *, other_names: Collection[str] = ()) -> Self:
         """Check `settings` and return them as a StoreConfig.
 
+        Parameters
+            other_names: names that the caller takes besides, to suggest for a mistyped one.
         Raises
             ConfigError: names the field, the value and what is accepted.
         """
         for name in settings:
             if name not in cls.model_fields:
-                raise ConfigError(f"unknown setting {name!r}", hint=nearest(name, cls.model_fields))
+                valid = [*cls.model_fields, *other_names]
+                raise ConfigError(f"unknown setting {name!r}", hint=nearest(name, valid))
         try:
             config = cls.model_validate(dict(settings))
         except ValidationError as error:

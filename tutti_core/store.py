@@ -44,6 +44,15 @@ CLOSE_TIMEOUT_S = 120.0
 
 _TRANSIENT = {-11, -4, -12}  # EAGAIN, EINTR, ENOMEM: the page itself may be fine
 
+__all__ = [
+    "LoadTicket",
+    "Match",
+    "NamespaceStore",
+    "PrefixStore",
+    "SaveTicket",
+    "StoreStats",
+]
+
 _open_stores: weakref.WeakSet[PrefixStore] = weakref.WeakSet()
 
 

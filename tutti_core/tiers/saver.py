@@ -7,6 +7,7 @@ and committed, the next is being written.
 
 from __future__ import annotations
 
+import errno
 import logging
 import threading
 import time
@@ -42,6 +43,7 @@ class SaveTicket:
     def __init__(self, stored: npt.NDArray[np.bool_]) -> None:
         self._stored = stored
         self._done = threading.Event()
+        self.cancelled = False
 
     def done(self) -> bool:
         """Whether the result is there."""
@@ -56,6 +58,13 @@ class SaveTicket:
         if not self._done.wait(timeout_s):
             raise BusyError(f"the save is not finished after {timeout_s} s", op="save")
         return self._stored
+
+    def cancel(self) -> None:
+        """Give the memory back now: pages that are not written completely will not be stored.
+
+        A transfer that is under way may go on reading the memory; what it writes is not published.
+        """
+        self.cancelled = True
 
     def settle(self, pages: Indices, stored: bool) -> None:
         """Set the outcome of some pages; for the store."""
@@ -249,6 +258,9 @@ class Saver:
         """Reserve space for a group and start writing it."""
         started: list[_Writing] = []
         for job in jobs:
+            if job.ticket.cancelled:
+                self._end(job)
+                continue
             slots = self._manager.reserve(
                 job.entry, len(job.index), self._sweep, self._io_timeout_s
             )
@@ -320,6 +332,8 @@ class Saver:
     ) -> tuple[_Writing, Indices, NewPages] | None:
         """The pages of a job that were written; the slots of the others go back."""
         status = result.status.copy()
+        if writing.job.ticket.cancelled:
+            status[status == 0] = -errno.ECANCELED  # the memory may have changed meanwhile
         for device, code in flushed.items():
             if code:
                 status[(writing.device == device) & (status == 0)] = code

@@ -1,0 +1,455 @@
+"""SGLang's HiCacheStorage over a PrefixStore: moves pages between its host pool and the store.
+
+Every call answers once, with one answer a page, within a bound, and raises nothing into the engine:
+a failure is False for its pages, a counter and a rate-limited log line. Only attaching raises, so
+that a wrong setting or an unknown pool is refused in the open.
+
+Threads    SGLang calls exists, get and set from three threads at once; all calls are safe for that.
+Source     SGLang 0.5.23, mem_cache/hicache_storage.py (contract), managers/cache_controller.py.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from sglang.srt.mem_cache.hicache_storage import (
+    HiCacheStorage,
+    HiCacheStorageConfig,
+    HiCacheStorageExtraInfo,
+)
+
+from tutti_core import (
+    BusyError,
+    LoadTicket,
+    Namespace,
+    NamespaceStore,
+    PageFragments,
+    PageKeys,
+    PrefixStore,
+    SaveTicket,
+    UnsupportedError,
+)
+from tutti_sglang.fingerprint import weights_fingerprint
+from tutti_sglang.options import Options, parse_options
+from tutti_sglang.pools import HostPoolPages, describe_pool
+
+logger = logging.getLogger("tutti.sglang")
+
+KEY_BYTES = 32  # SGLang's page keys are SHA-256
+STALL_LIMIT_S = 600.0
+"""How long a load may hold the engine's memory before the store is given up."""
+
+_LOG_PERIOD_S = 10.0
+
+Result = TypeVar("Result")
+
+
+class TuttiStorage(HiCacheStorage):
+    """One rank's storage backend. Constructed by SGLang as `TuttiStorage(storage_config, {})`.
+
+    Raises (constructor and registration only)
+        ConfigError, UnsupportedError: what is wrong and how to mend it.
+    """
+
+    def __init__(
+        self, storage_config: HiCacheStorageConfig, kwargs: dict[str, Any] | None = None
+    ) -> None:
+        self._config = storage_config
+        if storage_config.dcp_size > 1:
+            raise UnsupportedError("decode context parallelism is not supported yet")
+        self.options: Options = parse_options(storage_config.extra_config, _writers(storage_config))
+        self.store = PrefixStore.open(self.options.store)
+        self._pages: HostPoolPages | None = None
+        self._zero_copy: NamespaceStore | None = None
+        self._flat: NamespaceStore | None = None
+        self._regions: list[int] = []
+        self._enabled = True
+        self._log_lock = threading.Lock()
+        self._last_log_s = 0.0
+        self._failures = 0
+        self._metrics = _Metrics() if storage_config.enable_storage_metrics else None
+        capabilities = self.store.stats().transport
+        logger.info(
+            "tutti: store at %s, transport %s%s",
+            self.options.store.path,
+            capabilities.name,
+            "".join(f"; {note}" for note in capabilities.notes),
+        )
+
+    # ---- pools ----
+    def register_mem_pool_host(self, mem_pool_host: Any) -> None:
+        """Learn where the engine's host pages are, and fix the namespace of this rank."""
+        super().register_mem_pool_host(mem_pool_host)
+        try:
+            pages = describe_pool(mem_pool_host)
+            fields = _namespace_fields(self._config, self.options, mem_pool_host, pages)
+            # The generic calls move pages in another byte order, so they have a namespace apart.
+            self._zero_copy = self.store.namespace(Namespace(**fields, layout=pages.layout))
+            self._flat = self.store.namespace(Namespace(**fields, layout=f"{pages.layout}, flat"))
+            for region in pages.regions:
+                self._regions.append(self.store.register(region))
+            self._pages = pages
+        except Exception:
+            self.close()
+            raise
+
+    def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
+        """Accept the KV pool, which `register_mem_pool_host` described; refuse sidecar pools."""
+        if str(host_pool_name) != "kv":
+            self.close()
+            raise UnsupportedError(
+                f"pool {str(host_pool_name)!r} ({type(host_pool).__name__}) is not supported yet",
+                hint="tutti stores plain MHA and MLA pools",
+            )
+        super().register_mem_host_pool_v2(host_pool, host_pool_name)
+
+    # ---- zero copy ----
+    def batch_exists(
+        self, keys: Sequence[str], extra_info: HiCacheStorageExtraInfo | None = None
+    ) -> int:
+        """Return how many leading keys are stored without a gap."""
+        return self._answer("exists", 0, lambda: self._exists(self._zero_copy, keys, extra_info))
+
+    def batch_get_v1(
+        self,
+        keys: Sequence[str],
+        host_indices: torch.Tensor,
+        extra_info: HiCacheStorageExtraInfo | None = None,
+    ) -> list[bool]:
+        """Load pages into the host pool; one answer a page."""
+        return self._answer(
+            "get", [False] * len(keys), lambda: self._get_v1(keys, host_indices, extra_info)
+        )
+
+    def batch_set_v1(
+        self,
+        keys: Sequence[str],
+        host_indices: torch.Tensor,
+        extra_info: HiCacheStorageExtraInfo | None = None,
+    ) -> list[bool]:
+        """Save pages from the host pool; one answer a page. Stored pages cost a look-up."""
+        return self._answer(
+            "set", [False] * len(keys), lambda: self._set_v1(keys, host_indices, extra_info)
+        )
+
+    def _exists(
+        self,
+        pages: NamespaceStore | None,
+        keys: Sequence[str],
+        extra_info: HiCacheStorageExtraInfo | None,
+    ) -> int:
+        assert pages is not None, "no host pool is registered"
+        chain, first = self._chain(keys, extra_info)
+        return pages.match(chain, first).pages
+
+    def _get_v1(
+        self,
+        keys: Sequence[str],
+        host_indices: torch.Tensor,
+        extra_info: HiCacheStorageExtraInfo | None,
+    ) -> list[bool]:
+        assert self._pages is not None and self._zero_copy is not None
+        chain, first = self._chain(keys, extra_info)
+        start_s = time.perf_counter()
+        ticket = self._zero_copy.load(chain, self._pages.fragments(host_indices), first)
+        loaded = self._await_load(ticket)
+        if self._metrics is not None:
+            self._metrics.note_get(sum(loaded), self._pages.page_bytes, start_s)
+        return loaded
+
+    def _set_v1(
+        self,
+        keys: Sequence[str],
+        host_indices: torch.Tensor,
+        extra_info: HiCacheStorageExtraInfo | None,
+    ) -> list[bool]:
+        assert self._pages is not None and self._zero_copy is not None
+        chain, first = self._chain(keys, extra_info)
+        start_s = time.perf_counter()
+        ticket = self._zero_copy.save(chain, self._pages.fragments(host_indices), first)
+        stored = self._await_save(ticket)
+        if self._metrics is not None:
+            self._metrics.note_set(sum(stored), self._pages.page_bytes, start_s)
+        return stored
+
+    # ---- generic: flat page tensors, when the zero-copy interface is not selected ----
+    def exists(self, key: str) -> bool:
+        """Whether one page is stored."""
+        return self._answer("exists", 0, lambda: self._exists(self._flat, [key], None)) == 1
+
+    def get(
+        self, key: str, target_location: Any | None = None, target_sizes: Any | None = None
+    ) -> torch.Tensor | None:
+        """Load one flat page into `target_location`; None if it is missing."""
+        return self.batch_get([key], [target_location])[0]
+
+    def batch_get(
+        self,
+        keys: Sequence[str],
+        target_locations: Any | None = None,
+        target_sizes: Any | None = None,
+    ) -> list[torch.Tensor | None]:
+        """Load flat pages into the tensors given; None for each page that is missing."""
+        targets = list(target_locations or [])
+        loaded = self._answer("get", [False] * len(keys), lambda: self._get_flat(keys, targets))
+        return [t if ok else None for t, ok in zip(targets, loaded, strict=False)]
+
+    def set(
+        self,
+        key: str,
+        value: Any | None = None,
+        target_location: Any | None = None,
+        target_sizes: Any | None = None,
+    ) -> bool:
+        """Save one flat page."""
+        return self.batch_set([key], [value])
+
+    def batch_set(
+        self,
+        keys: Sequence[str],
+        values: Any | None = None,
+        target_locations: Any | None = None,
+        target_sizes: Any | None = None,
+    ) -> bool:
+        """Save flat pages; True when all of them are stored."""
+        tensors = [value.contiguous() for value in values or []]
+        return all(self._answer("set", [False] * len(keys), lambda: self._set_flat(keys, tensors)))
+
+    def _get_flat(self, keys: Sequence[str], targets: list[torch.Tensor]) -> list[bool]:
+        assert self._flat is not None
+        fragments = self._flat_fragments(keys, targets)
+        return self._await_load(self._flat.load(PageKeys.from_hex(keys, False), fragments))
+
+    def _set_flat(self, keys: Sequence[str], tensors: list[torch.Tensor]) -> list[bool]:
+        assert self._flat is not None
+        fragments = self._flat_fragments(keys, tensors)
+        return self._await_save(self._flat.save(PageKeys.from_hex(keys, False), fragments))
+
+    def _flat_fragments(self, keys: Sequence[str], tensors: list[torch.Tensor]) -> PageFragments:
+        assert self._flat is not None
+        size = self._flat.namespace.page_bytes
+        if len(tensors) != len(keys) or any(
+            t.numel() * t.element_size() != size or not t.is_contiguous() for t in tensors
+        ):
+            raise ValueError(f"expected {len(keys)} contiguous pages of {size} bytes")
+        address = np.array([[t.data_ptr()] for t in tensors], dtype=np.uint64)
+        return PageFragments(address, np.array([size], dtype=np.uint64), tensors)
+
+    # ---- the rest of the contract ----
+    def clear(self) -> None:
+        """Remove this rank's namespaces, and nothing of other models or ranks."""
+        self._answer("clear", None, self._clear)
+
+    def _clear(self) -> None:
+        for pages in (self._zero_copy, self._flat):
+            if pages is not None:
+                logger.info("tutti: cleared %d pages", pages.clear())
+
+    def get_stats(self) -> Any:
+        """Return SGLang's StorageMetrics since the last call; None without `--enable-metrics`."""
+        return None if self._metrics is None else self._metrics.take()
+
+    def close(self) -> None:
+        """Finish what is in flight and let go of the store. Idempotent."""
+        self._enabled = False
+        try:
+            for region in self._regions:
+                self.store.unregister(region)
+            self._regions = []
+            self.store.close()
+        except Exception:
+            logger.exception("tutti: closing the store failed")
+
+    # ---- inside ----
+    def _chain(
+        self, keys: Sequence[str], extra_info: HiCacheStorageExtraInfo | None
+    ) -> tuple[PageKeys, int]:
+        """The chain that ends with `keys`, and the number of ancestors in it.
+
+        SGLang leaves `prefix_keys` out (or empty) at the root of its tree when it passes them at
+        all; without the plugin it never passes them and a page's ancestors are unknown.
+        """
+        prefix = extra_info.prefix_keys if extra_info is not None else None
+        if prefix:
+            return PageKeys.from_hex([*prefix, *keys]), len(prefix)
+        return PageKeys.from_hex(keys, self.options.passes_prefix_keys), 0
+
+    def _await_save(self, ticket: SaveTicket) -> list[bool]:
+        try:
+            stored: list[bool] = ticket.wait(self.options.operation_timeout_s).tolist()
+            return stored
+        except BusyError:
+            # The engine may reuse the memory after we answer, so these pages must not appear.
+            ticket.cancel()
+            raise
+
+    def _await_load(self, ticket: LoadTicket) -> list[bool]:
+        """Wait until no transfer touches the engine's memory any more, however slow the device.
+
+        An answer given earlier would let the engine hand the memory to another request while the
+        device still writes to it.
+        """
+        deadline_s = time.monotonic() + STALL_LIMIT_S
+        while True:
+            try:
+                loaded: list[bool] = ticket.wait(self.options.operation_timeout_s).tolist()
+                return loaded
+            except BusyError as error:
+                self._note_failure("get", error)
+                if time.monotonic() > deadline_s:
+                    self._enabled = False
+                    logger.error("tutti: the device does not answer; the store is switched off")
+                    raise
+
+    def _answer(self, operation: str, otherwise: Result, call: Callable[[], Result]) -> Result:
+        """The result of `call`, or `otherwise` when it fails for any reason."""
+        if not self._enabled:
+            return otherwise
+        try:
+            return call()
+        except Exception as error:
+            self._note_failure(operation, error)
+            return otherwise
+
+    def _note_failure(self, operation: str, error: Exception) -> None:
+        with self._log_lock:
+            self._failures += 1
+            now_s = time.monotonic()
+            if now_s - self._last_log_s < _LOG_PERIOD_S and self._failures > 1:
+                return
+            self._last_log_s = now_s
+            failures = self._failures
+        logger.error(
+            "tutti: %s failed (%d failures so far): %s",
+            operation,
+            failures,
+            error,
+            exc_info=not isinstance(error, BusyError),
+        )
+
+
+class _Metrics:
+    """Pages and bandwidth of finished calls, handed to SGLang's collector and forgotten."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._gets: list[tuple[int, float]] = []
+        self._sets: list[tuple[int, float]] = []
+
+    def note_get(self, pages: int, page_bytes: int, start_s: float) -> None:
+        """A get of `pages` ended now."""
+        self._note(self._gets, pages, page_bytes, start_s)
+
+    def note_set(self, pages: int, page_bytes: int, start_s: float) -> None:
+        """A set of `pages` ended now."""
+        self._note(self._sets, pages, page_bytes, start_s)
+
+    def _note(
+        self, calls: list[tuple[int, float]], pages: int, page_bytes: int, start_s: float
+    ) -> None:
+        elapsed_s = max(time.perf_counter() - start_s, 1e-9)
+        with self._lock:
+            calls.append((pages, pages * page_bytes / elapsed_s / 1e9))
+            del calls[:-1024]
+
+    def take(self) -> Any:
+        """Everything noted since the last call, as StorageMetrics (bandwidth in GB/s)."""
+        from sglang.srt.observability.metrics_collector import StorageMetrics
+
+        with self._lock:
+            gets, self._gets = self._gets, []
+            sets, self._sets = self._sets, []
+        return StorageMetrics(
+            prefetch_pgs=[pages for pages, _ in gets],
+            backup_pgs=[pages for pages, _ in sets],
+            prefetch_bandwidth=[rate for _, rate in gets],
+            backup_bandwidth=[rate for _, rate in sets],
+        )
+
+
+def _writers(config: HiCacheStorageConfig) -> int:
+    """Ranks that save into one directory, taking all ranks to be on this node."""
+    per_stage = 1 if config.is_mla_model else config.tp_size
+    return int(per_stage * config.pp_size * config.attn_cp_size)
+
+
+def _namespace_fields(
+    config: HiCacheStorageConfig, options: Options, pool: Any, pages: HostPoolPages
+) -> dict[str, Any]:
+    """Everything but the layout that pages must have in common to be interchangeable."""
+    server = _server_args()
+    shard = [f"layers {pool.start_layer}-{pool.end_layer}", f"pp {config.pp_rank}/{config.pp_size}"]
+    if not config.is_mla_model:
+        shard.append(f"tp {config.tp_rank}/{config.tp_size}")
+    shard.append(f"cp {config.attn_cp_rank}/{config.attn_cp_size}")
+    extra = {
+        "pieces": str(len(pages.length_bytes)),
+        "storage_format_tag": str(getattr(pool, "storage_format_tag", None)),
+    }
+    for name in ("layer_num", "head_num", "head_dim", "v_head_dim", "kv_cache_dim"):
+        extra[name] = str(getattr(pool, name, None))
+    for name in ("dtype", "quantization", "json_model_override_args"):
+        extra[f"model_{name}"] = str(getattr(server, name, None))
+    if options.tenant:
+        extra["tenant"] = options.tenant
+    return {
+        "model": config.model_name or "",
+        "weights": options.weights or _fingerprint(server),
+        "dtype": str(pool.dtype),
+        "page_tokens": pages.page_tokens,
+        "page_bytes": pages.page_bytes,
+        "shard": ", ".join(shard),
+        "pool": f"kv {type(pool).__name__}",
+        "key_bytes": KEY_BYTES,
+        "extra": extra,
+    }
+
+
+def _server_args() -> Any:
+    """The arguments the server was started with, or None outside a server."""
+    try:
+        from sglang.srt.runtime_context import get_server_args
+
+        return get_server_args()
+    except Exception:
+        return None
+
+
+def _fingerprint(server: Any) -> str:
+    """Fingerprint of the served weights; where they cannot be found, their name and revision."""
+    model_path = str(getattr(server, "model_path", "") or "")
+    revision = getattr(server, "revision", None)
+    named = f"unread: {model_path} {revision or ''}"
+    try:
+        folder = _model_folder(model_path, revision)
+        return named if folder is None else weights_fingerprint(folder, revision)
+    except OSError as error:
+        logger.warning(
+            "tutti: the weights of %s cannot be read (%s); set the option `weights` to something "
+            "that changes with them",
+            model_path,
+            error,
+        )
+        return named
+
+
+def _model_folder(model_path: str, revision: str | None) -> Path | None:
+    """Where the model's files are on this machine, if they are."""
+    if not model_path:
+        return None
+    folder = Path(model_path)
+    if folder.is_dir():
+        return folder
+    try:
+        from huggingface_hub import snapshot_download
+
+        return Path(snapshot_download(model_path, revision=revision, local_files_only=True))
+    except Exception as error:
+        raise OSError(f"{type(error).__name__}: {error}") from error

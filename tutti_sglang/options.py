@@ -1,0 +1,75 @@
+"""Turns SGLang's extra config into settings of a store, and says what is wrong with it.
+
+SGLang hands over whatever is left of `--hicache-storage-backend-extra-config` after it took out its
+own settings. Everything here is checked at attach; a bad value fails the attach with its name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from tutti_core import ConfigError, StoreConfig
+
+PREFIX_KEYS = "tutti_prefix_keys"
+"""Set by the plugin: the engine passes the keys of each page's ancestors."""
+
+_PLUMBING = {"backend_name", "module_path", "class_name", "interface_v1", PREFIX_KEYS}
+_OWN = {"weights", "tenant", "operation_timeout_s"}
+_OPERATION_TIMEOUT_S = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What the operator asked for.
+
+    store                settings of the store.
+    weights              fingerprint of the weights, instead of the computed one.
+    tenant               servers with different tenants never share pages.
+    operation_timeout_s  how long one call of the engine may wait for the device.
+    passes_prefix_keys   whether the engine tells each page's ancestors.
+    """
+
+    store: StoreConfig
+    weights: str | None
+    tenant: str
+    operation_timeout_s: float
+    passes_prefix_keys: bool
+
+
+def parse_options(extra_config: Mapping[str, Any] | None, writers: int) -> Options:
+    """Check `extra_config` and return it as Options.
+
+    Parameters
+        writers: processes that save into this directory; the default of `writers_max`.
+    Raises
+        ConfigError: names the option, its value and what is accepted.
+    """
+    settings = {k: v for k, v in (extra_config or {}).items() if k not in _PLUMBING}
+    fallback_path = settings.pop("file_storage_path", None)  # SGLang's --file-storage-path
+    if fallback_path is not None:
+        settings.setdefault("path", fallback_path)
+    own = {name: settings.pop(name) for name in _OWN & settings.keys()}
+    settings.setdefault("writers_max", writers)
+    return Options(
+        store=StoreConfig.parse(settings, other_names=_OWN),
+        weights=_text(own, "weights"),
+        tenant=_text(own, "tenant") or "",
+        operation_timeout_s=_seconds(own, "operation_timeout_s", _OPERATION_TIMEOUT_S),
+        passes_prefix_keys=bool((extra_config or {}).get(PREFIX_KEYS, False)),
+    )
+
+
+def _text(own: Mapping[str, Any], name: str) -> str | None:
+    value = own.get(name)
+    if value is not None and not isinstance(value, str):
+        raise ConfigError(f"{name} = {value!r} must be text")
+    return value
+
+
+def _seconds(own: Mapping[str, Any], name: str, default: float) -> float:
+    value = own.get(name, default)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= 3600:
+        raise ConfigError(f"{name} = {value!r} must be a number of seconds, 0 to 3600")
+    return float(value)
