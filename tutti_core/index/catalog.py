@@ -109,15 +109,15 @@ class Published:
 class _Environment:
     """One shared LMDB environment and its databases."""
 
-    def __init__(self, path: Path, map_bytes: int, sync: bool) -> None:
+    def __init__(self, path: Path, map_bytes: int, metasync: bool) -> None:
         self.env = lmdb.open(
             str(path),
             map_size=map_bytes,
             max_dbs=8,
             max_readers=_READERS_MAX,
             mode=0o600,
-            sync=sync,
-            metasync=sync,
+            # Never sync=False: a power loss could then leave a catalog that cannot be read at all.
+            metasync=metasync,
             readahead=False,
         )
         self.env.reader_check()
@@ -138,18 +138,19 @@ class Catalog:
 
     Parameters
         map_bytes: upper bound of the file.
-        sync: whether a commit is on the device when it returns.
+        metasync: whether a commit is on the device when it returns; otherwise a power loss may take
+            the last one back.
     Threads    reads from any; writes from one thread at a time.
     """
 
-    def __init__(self, path: Path, map_bytes: int, sync: bool) -> None:
+    def __init__(self, path: Path, map_bytes: int, metasync: bool) -> None:
         self._key = (os.getpid(), os.path.realpath(path))
         self.records_max = map_bytes // CATALOG_BYTES_PER_PAGE
         with _environments_lock:
             shared = _environments.get(self._key)
             if shared is None:
                 try:
-                    shared = _Environment(path, map_bytes, sync)
+                    shared = _Environment(path, map_bytes, metasync)
                 except lmdb.Error as error:
                     raise ConfigError(
                         f"the catalog in {path} cannot be opened: {error}",

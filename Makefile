@@ -1,0 +1,53 @@
+# What people do with Tutti. `make demo` and `make test` set everything up themselves.
+.DEFAULT_GOAL := help
+PY := .venv/bin/python
+SEED ?= 0
+SECONDS ?= 300
+DIR ?= .
+
+.PHONY: help env env-core demo test test-core lint fmt types bench sanitize soak fuzz clean
+
+help:            ## this list
+	@grep -E '^[a-z-]+: .*##|^[a-z-]+:  *##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+
+env:             ## .venv with everything: the core, its tools, SGLang on a CPU
+	@bash scripts/setup.sh full
+
+env-core:        ## .venv without SGLang
+	@bash scripts/setup.sh core
+
+demo: env        ## a real SGLang server keeps its prefixes through a SIGKILL
+	$(PY) integration/sglang_cpu/demo.py
+
+test: env lint types  ## all tests, SGLang's included
+	$(PY) -m pytest
+
+test-core: env-core   ## the tests that need no SGLang
+	$(PY) -m pytest --ignore tests/sglang
+
+lint: env-core   ## ruff
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+
+fmt: env-core    ## format the sources
+	$(PY) -m ruff format .
+	clang-format -i csrc/include/tutti/*.h csrc/*/*.cc
+
+types: env-core  ## mypy --strict on both packages
+	$(PY) -m mypy
+
+bench: env       ## ratios against fio and SGLang's file backend, in DIR
+	.venv/bin/tutti bench io --dir $(DIR)
+	.venv/bin/tutti bench index --dir $(DIR)
+
+sanitize: env-core    ## native tests plain and under ASan/UBSan and TSan
+	bash tests/native/sanitize.sh
+
+soak: env-core   ## kill and verify, and the model test, for SECONDS with SEED
+	TUTTI_SOAK_SECONDS=$(SECONDS) TUTTI_SOAK_SEED=$(SEED) $(PY) -m pytest tests/soak -s
+
+fuzz: env-core   ## random bytes into every decoder of persisted data, for SECONDS with SEED
+	TUTTI_FUZZ_SECONDS=$(SECONDS) TUTTI_FUZZ_SEED=$(SEED) $(PY) -m pytest tests/fuzz -s
+
+clean:           ## remove what was built; .venv stays
+	rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
