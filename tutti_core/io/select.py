@@ -1,0 +1,78 @@
+"""Choose the transport: by name, or the best one that works on this machine.
+
+A fallback is never silent: it is logged once per process and reason, and stands in the notes of
+`capabilities()`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import threading
+from collections.abc import Sequence
+from typing import Literal, cast, get_args
+
+from tutti_core.errors import ConfigError, UnsupportedError, nearest
+from tutti_core.io.posix import PosixTransport
+from tutti_core.io.transport import Device, Transport, TransportOptions
+
+TransportName = Literal["auto", "uring", "posix"]
+
+_LOG = logging.getLogger("tutti")
+_reported: set[str] = set()
+_reported_lock = threading.Lock()
+
+
+def open_transport(
+    name: TransportName,
+    devices: Sequence[Device],
+    options: TransportOptions = TransportOptions(),  # noqa: B008 (frozen)
+) -> Transport:
+    """Open the transport called `name` on `devices`.
+
+    `auto` takes uring, or posix where this build or machine has no uring. A device that cannot be
+    opened is an error under every name, never a reason to fall back.
+
+    Raises
+        ConfigError: no transport has this name, or an option is out of bounds.
+        UnsupportedError: asked for by name, and something it needs is missing.
+        DeviceError: a device cannot be opened.
+    """
+    if name not in get_args(TransportName):
+        raise ConfigError(
+            f"transport: {name!r} is not one of {', '.join(get_args(TransportName))}",
+            op="open",
+            hint=nearest(str(name), get_args(TransportName)),
+        )
+    if name == "posix":
+        return PosixTransport(devices, options)
+    try:
+        return _open_uring(devices, options)
+    except UnsupportedError as error:
+        if name == "uring":
+            raise
+        note = f"transport auto: uring refused ({error}); posix is used instead"
+    _report_once(note)
+    return PosixTransport(devices, options, notes=(note,))
+
+
+def _open_uring(devices: Sequence[Device], options: TransportOptions) -> Transport:
+    """Open uring. Imported here and not above: a build without the extension lacks the module."""
+    try:
+        module = importlib.import_module("tutti_core.io.uring")
+    except ImportError as error:
+        raise UnsupportedError(
+            f"transport uring is not in this build: {error}",
+            op="open",
+            hint="install Tutti with its native extension, or choose posix",
+        ) from error
+    return cast(Transport, module.UringTransport(devices, options))
+
+
+def _report_once(note: str) -> None:
+    """Log `note` as a warning, the first time that this process has this reason."""
+    with _reported_lock:
+        if note in _reported:
+            return
+        _reported.add(note)
+    _LOG.warning("%s", note)
