@@ -65,7 +65,7 @@ class TuttiStorage(HiCacheStorage):
         if storage_config.dcp_size > 1:
             raise UnsupportedError("decode context parallelism is not supported yet")
         self.options: Options = parse_options(storage_config.extra_config, _writers(storage_config))
-        self.store = PrefixStore.open(self.options.store)
+        self.store: PrefixStore | None = None  # opened once the host pool is known
         self._pages: HostPoolPages | None = None
         self._zero_copy: NamespaceStore | None = None
         self._flat: NamespaceStore | None = None
@@ -75,21 +75,15 @@ class TuttiStorage(HiCacheStorage):
         self._last_log_s = 0.0
         self._failures = 0
         self._metrics = _Metrics() if storage_config.enable_storage_metrics else None
-        capabilities = self.store.stats().transport
-        logger.info(
-            "tutti: store at %s, transport %s%s",
-            self.options.store.path,
-            capabilities.name,
-            "".join(f"; {note}" for note in capabilities.notes),
-        )
 
     # ---- pools ----
     def register_mem_pool_host(self, mem_pool_host: Any) -> None:
-        """Learn where the engine's host pages are, and fix the namespace of this rank."""
+        """Learn where the engine's host pages are, and open the store for them."""
         super().register_mem_pool_host(mem_pool_host)
+        pages = describe_pool(mem_pool_host)  # refused before anything on disk is touched
+        fields = _namespace_fields(self._config, self.options, mem_pool_host, pages)
+        self.store = PrefixStore.open(self.options.store)
         try:
-            pages = describe_pool(mem_pool_host)
-            fields = _namespace_fields(self._config, self.options, mem_pool_host, pages)
             # The generic calls move pages in another byte order, so they have a namespace apart.
             self._zero_copy = self.store.namespace(Namespace(**fields, layout=pages.layout))
             self._flat = self.store.namespace(Namespace(**fields, layout=f"{pages.layout}, flat"))
@@ -99,6 +93,13 @@ class TuttiStorage(HiCacheStorage):
         except Exception:
             self.close()
             raise
+        transport = self.store.stats().transport
+        logger.info(
+            "tutti: store at %s, transport %s; %s",
+            self.options.store.path,
+            transport.name,
+            "; ".join(transport.notes),
+        )
 
     def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
         """Accept the KV pool, which `register_mem_pool_host` described; refuse sidecar pools."""
@@ -259,6 +260,8 @@ class TuttiStorage(HiCacheStorage):
     def close(self) -> None:
         """Finish what is in flight and let go of the store. Idempotent."""
         self._enabled = False
+        if self.store is None:
+            return
         try:
             for region in self._regions:
                 self.store.unregister(region)
