@@ -94,12 +94,8 @@ class TuttiStorage(HiCacheStorage):
             self.close()
             raise
         transport = self.store.stats().transport
-        logger.info(
-            "tutti: store at %s, transport %s; %s",
-            self.options.store.path,
-            transport.name,
-            "; ".join(transport.notes),
-        )
+        using = "; ".join([f"transport {transport.name}", *transport.notes])
+        logger.info("tutti: store at %s, %s", self.options.store.path, using)
 
     def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
         """Accept the KV pool, which `register_mem_pool_host` described; refuse sidecar pools."""
@@ -115,8 +111,11 @@ class TuttiStorage(HiCacheStorage):
     def batch_exists(
         self, keys: Sequence[str], extra_info: HiCacheStorageExtraInfo | None = None
     ) -> int:
-        """Return how many leading keys are stored without a gap."""
-        return self._answer("exists", 0, lambda: self._exists(self._zero_copy, keys, extra_info))
+        """Return how many leading keys are stored without a gap.
+
+        SGLang asks this for both interfaces, so the answer is that of the one it will load with.
+        """
+        return self._answer("exists", 0, lambda: self._exists(keys, extra_info))
 
     def batch_get_v1(
         self,
@@ -140,12 +139,8 @@ class TuttiStorage(HiCacheStorage):
             "set", [False] * len(keys), lambda: self._set_v1(keys, host_indices, extra_info)
         )
 
-    def _exists(
-        self,
-        pages: NamespaceStore | None,
-        keys: Sequence[str],
-        extra_info: HiCacheStorageExtraInfo | None,
-    ) -> int:
+    def _exists(self, keys: Sequence[str], extra_info: HiCacheStorageExtraInfo | None) -> int:
+        pages = self._zero_copy if self.options.zero_copy else self._flat
         assert pages is not None, "no host pool is registered"
         chain, first = self._chain(keys, extra_info)
         return pages.match(chain, first).pages
@@ -183,7 +178,7 @@ class TuttiStorage(HiCacheStorage):
     # ---- generic: flat page tensors, when the zero-copy interface is not selected ----
     def exists(self, key: str) -> bool:
         """Whether one page is stored."""
-        return self._answer("exists", 0, lambda: self._exists(self._flat, [key], None)) == 1
+        return self.batch_exists([key]) == 1
 
     def get(
         self, key: str, target_location: Any | None = None, target_sizes: Any | None = None

@@ -29,6 +29,7 @@ class Options:
     tenant               servers with different tenants never share pages.
     operation_timeout_s  how long one call of the engine may wait for the device.
     passes_prefix_keys   whether the engine tells each page's ancestors.
+    zero_copy            whether the engine moves pages with the v1 calls or with the generic ones.
     """
 
     store: StoreConfig
@@ -36,6 +37,7 @@ class Options:
     tenant: str
     operation_timeout_s: float
     passes_prefix_keys: bool
+    zero_copy: bool
 
 
 def parse_options(extra_config: Mapping[str, Any] | None, writers: int) -> Options:
@@ -58,6 +60,7 @@ def parse_options(extra_config: Mapping[str, Any] | None, writers: int) -> Optio
         tenant=_text(own, "tenant") or "",
         operation_timeout_s=_seconds(own, "operation_timeout_s", _OPERATION_TIMEOUT_S),
         passes_prefix_keys=bool((extra_config or {}).get(PREFIX_KEYS, False)),
+        zero_copy=bool((extra_config or {}).get("interface_v1", False)),
     )
 
 

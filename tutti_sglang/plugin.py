@@ -1,8 +1,8 @@
 """Entry point of the group `sglang.srt.plugins`: makes `--hicache-storage-backend tutti` valid.
 
 SGLang calls `activate` before it parses the command line, in the offline engine, and in every
-process that it spawns. No file of SGLang is edited. Three of its internals are touched, each checked
-by `tests/sglang/test_contract.py` against the pinned version:
+process that it spawns. No file of SGLang is edited. Three of its internals are touched; each is
+checked by `tests/sglang/test_contract.py` against the pinned version:
 
 1. the choices of the option, a list shared by all users of the field;
 2. `HiCacheController.attach_storage_backend`: the name becomes SGLang's own `dynamic` backend with

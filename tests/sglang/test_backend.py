@@ -82,6 +82,7 @@ def storage_config(folder: Path, **changes: Any) -> HiCacheStorageConfig:
         "capacity": "64MiB",
         "durability": "none",
         PREFIX_KEYS: True,
+        "interface_v1": 1,
         **changes.pop("extra", {}),
     }
     fields = {
@@ -253,9 +254,18 @@ def test_generic_calls_have_their_own_pages(storage: TuttiStorage, pool: HostPoo
     assert storage.batch_set(keys, flat)
     loaded = storage.batch_get(keys, targets)
     assert all(torch.equal(a, b) for a, b in zip(loaded, flat, strict=True))
-    assert storage.exists(keys[1]) and not storage.exists(chain(1, "z")[0])
     assert storage.get(keys[2], targets[0]) is targets[0]
     assert not storage.batch_set(keys[:1], [torch.zeros(3)]), "wrong page size"
+
+
+def test_exists_answers_for_the_interface_in_use(store_folder: Path) -> None:
+    pool, keys = HostPool(), chain(3)
+    storage = attach(store_folder, pool, extra={"interface_v1": 0, PREFIX_KEYS: False})
+    size = pool.page_bytes // 2
+    assert storage.batch_set(keys, [torch.zeros(size, dtype=torch.bfloat16) for _ in keys])
+    assert storage.batch_exists(keys) == 3
+    assert storage.exists(keys[1]) and not storage.exists(chain(1, "z")[0])
+    storage.close()
 
 
 @pytest.mark.parametrize("keys", [["zz" * 32], ["ab"], ["ab" * 32, "ab" * 31], ["ab " * 21 + "a"]])
