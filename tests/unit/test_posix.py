@@ -57,8 +57,18 @@ def run(transport: PosixTransport, batch: Batch) -> BatchResult:
     return result
 
 
+_arenas: list[Arena] = []  # a batch names addresses; something must own what is there
+
+
+@pytest.fixture(autouse=True)
+def _free_arenas() -> Iterator[None]:
+    yield
+    _arenas.clear()
+
+
 def arena(seed: int = 1) -> Arena:
-    return Arena(1 << 20, random.Random(seed))
+    _arenas.append(Arena(1 << 20, random.Random(seed)))
+    return _arenas[-1]
 
 
 def one(memory: Arena, op: Op, offset: int, *lengths: int) -> tuple[Item, Batch]:
