@@ -338,8 +338,8 @@ def bench_io(
     transport: _Transport = "auto",
     peers: Annotated[bool, typer.Option(help="Also measure fio and HiCacheFile.")] = True,
     huge_pages: Annotated[
-        bool, typer.Option("--huge-pages", help="Keep the pages in large memory pages.")
-    ] = False,
+        bool, typer.Option(help="Let the store put registered memory into huge pages.")
+    ] = True,
     json_file: _Json = None,
 ) -> None:
     """Save until durable and load cold: Tutti, fio, and SGLang's HiCacheFile."""

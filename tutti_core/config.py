@@ -43,7 +43,8 @@ class StoreConfig(BaseModel):
     preallocate     "segment": a segment's blocks are allocated before its first use; "full": all at
                     creation.
     durability      "flush": pages survive power loss once a save reports them; "none": they survive
-                    the end of the process, and a power loss costs recent pages (never wrong bytes).
+                    the end of the process, and a power loss costs recent pages (never wrong bytes:
+                    this needs `verify`).
     verify          check each page's checksum when it is loaded.
     writers_max     processes that save into this directory at the same time; each may own at most
                     its share of the segments.
@@ -51,6 +52,7 @@ class StoreConfig(BaseModel):
     transfer_max    larger pages move in several transfers.
     bounce          memory per device for fragments that are not aligned for O_DIRECT.
     backlog         bytes of pages that may wait to be saved; beyond it `save` answers "not stored".
+    huge_pages      put memory that is registered into huge pages where the kernel will.
     io_timeout_s    how long a call waits for its transfers before it reports them as failed.
     """
 
@@ -70,6 +72,7 @@ class StoreConfig(BaseModel):
     transfer_max: ByteSize = ByteSize(_MiB)
     bounce: ByteSize = ByteSize(16 * _MiB)
     backlog: ByteSize = ByteSize(4 * _GiB)
+    huge_pages: bool = True
     io_timeout_s: Annotated[float, Field(gt=0, le=3600)] = 30.0
 
     @classmethod
@@ -159,10 +162,19 @@ class StoreConfig(BaseModel):
             size //= 2
         return size
 
-    def segments_per_pool(self, header_bytes: int) -> int:
-        """How many segments each pool may hold within the capacity."""
+    def segments_per_pool(self, header_bytes: int, segment_bytes: int | None = None) -> int:
+        """How many segments (by default of this configuration's size) fit into each pool."""
         share = (self.capacity - self.catalog_bytes) // len(self.pool_paths)
-        return max(0, (share - header_bytes) // self.segment_bytes)
+        return max(0, (share - header_bytes) // (segment_bytes or self.segment_bytes))
+
+    def capacity_for(self, pool_bytes: int) -> int:
+        """The smallest capacity that leaves `pool_bytes`; the catalog grows with it."""
+        need = 0
+        while True:
+            catalog = self.model_copy(update={"capacity": ByteSize(need)}).catalog_bytes
+            if need >= pool_bytes + catalog:
+                return need
+            need = pool_bytes + catalog
 
     def _check_sizes(self) -> None:
         for name in ("segment_bytes", "transfer_max", "bounce"):
@@ -177,9 +189,15 @@ class StoreConfig(BaseModel):
             )
         if self.catalog_bytes < 2 * _MiB:
             raise ConfigError(f"catalog = {self.catalog_bytes} bytes is too small", hint="use 2MiB")
-        # One block for the pool's header, as in format.py.
+        if not self.verify and self.durability == "none":
+            raise ConfigError(
+                'verify = False needs durability = "flush": after a power loss only the checksum '
+                "tells pages that were written from pages that were not",
+                hint="keep one of the two at its default",
+            )
+        # The first MiB of a pool is its header's, as in format.py.
         if self.segments_per_pool(_MiB) < 1:
-            need = self.catalog_bytes + len(self.pool_paths) * (self.segment_bytes + _MiB)
+            need = self.capacity_for(len(self.pool_paths) * (self.segment_bytes + _MiB))
             raise ConfigError(
                 f"capacity = {int(self.capacity)} bytes is smaller than one segment in each pool",
                 hint=f"use at least {need} bytes, or a smaller segment",

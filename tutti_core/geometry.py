@@ -34,7 +34,7 @@ def as_memory(source: Any) -> Memory:
     the buffer protocol, or DLPack on the CPU (bfloat16 and float8 tensors included).
 
     Raises
-        ValueError: not contiguous, or on a device that the CPU cannot read.
+        ValueError: not contiguous, or on a device that the CPU cannot read, or of Python objects.
         TypeError: nothing that exposes memory.
     """
     if isinstance(source, Memory):
@@ -48,6 +48,8 @@ def as_memory(source: Any) -> Memory:
         array = np.asarray(source)
         if not array.flags.c_contiguous:
             raise ValueError("the array is not contiguous")
+        if array.dtype.hasobject:
+            raise ValueError("the array holds Python objects")
         return Memory(array.ctypes.data, array.nbytes, bool(array.flags.writeable), source)
     if hasattr(source, "__dlpack__"):
         return _dlpack_memory(source)
@@ -92,7 +94,10 @@ def _dlpack_memory(source: Any) -> Memory:
     if int(device_type) not in _DLPACK_HOST:
         raise ValueError("the tensor is not in host memory")
     # The capsule is looked into, not consumed: dropping it calls the producer's deleter.
-    capsule = source.__dlpack__()
+    try:
+        capsule = source.__dlpack__()
+    except BufferError as error:  # torch: requires_grad, conjugate, sparse, …
+        raise ValueError(f"the tensor cannot be exported: {error}") from None
     tensor = _DLTensor.from_address(_capsule_pointer(capsule, b"dltensor"))
     count, expected_stride = 1, 1
     for axis in reversed(range(tensor.ndim)):

@@ -121,6 +121,8 @@ class PageKeys:
         text = "".join(keys)
         if set(map(len, keys)) != {digits}:
             raise ValueError("page keys differ in length")
+        if digits % 2:
+            raise ValueError(f"page keys of {digits} hexadecimal digits are not whole bytes")
         data = bytes.fromhex(text)
         if len(data) * 2 != len(text):  # fromhex skips blanks
             raise ValueError("page keys are not hexadecimal")

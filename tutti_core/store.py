@@ -9,7 +9,9 @@ import threading
 import time
 import weakref
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
+from dataclasses import fields as dataclass_fields
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +20,10 @@ import numpy.typing as npt
 
 from tutti_core import hashing
 from tutti_core.config import StoreConfig
-from tutti_core.errors import BusyError, ConfigError, StoreClosedError
+from tutti_core.errors import BusyError, ConfigError, StoreClosedError, nearest
 from tutti_core.geometry import Memory, PageFragments, as_memory, page_fragments
 from tutti_core.index.radix import NO_SLOT, Locations
+from tutti_core.io.huge_pages import collapse
 from tutti_core.io.select import open_transport
 from tutti_core.io.transport import (
     BATCH_ITEMS_MAX,
@@ -277,11 +280,14 @@ class NamespaceStore:
 
         Raises
             BusyError: not done after `timeout_s`; it goes on in the background.
+            StoreFullError, DeviceError: the catalog refused; some of the pages are still there.
         """
         self._store._check_open()
         job = ClearJob(self._entry)
         if not self._store._saver.enqueue(job) or not job.done.wait(timeout_s):
             raise BusyError(f"the namespace is not cleared after {timeout_s} s", op="clear")
+        if job.error is not None:
+            raise job.error
         return job.removed
 
     def _chain(self, tokens: Any, first: int) -> PageKeys:
@@ -293,13 +299,13 @@ class NamespaceStore:
             )
         if not 0 <= first <= len(keys):
             raise ValueError(f"first = {first} of {len(keys)} pages")
-        if len(keys) - first > PAGES_PER_CALL_MAX:
-            raise ValueError(f"more than {PAGES_PER_CALL_MAX} pages in one call")
         return keys
 
     def _fragments(
         self, memory: Any, count: int, slots: Sequence[int] | None, writable: bool = False
     ) -> PageFragments:
+        if count > PAGES_PER_CALL_MAX:
+            raise ValueError(f"more than {PAGES_PER_CALL_MAX} pages in one save or load")
         if isinstance(memory, PageFragments):
             fragments = memory
         else:
@@ -330,27 +336,29 @@ class PrefixStore:
         self._loads_lock = threading.Lock()
         self._loads: set[LoadTicket] = set()  # keeps their memory alive until they end
         layout, self._catalog = open_layout(config)
-        try:
+        with ExitStack() as undo:
+            undo.callback(self._catalog.close)
             self._lease = take_lease(lease_folder(config.path))
-            options = TransportOptions(
-                queue_depth=config.queue_depth,
-                transfer_bytes_max=int(config.transfer_max),
-                bounce_bytes=int(config.bounce),
-            )
+            undo.callback(self._lease.release)
             self._transport = transport or open_transport(
-                config.transport, layout.devices(), options
+                config.transport,
+                layout.devices(),
+                TransportOptions(
+                    queue_depth=config.queue_depth,
+                    transfer_bytes_max=int(config.transfer_max),
+                    bounce_bytes=int(config.bounce),
+                ),
             )
-        except BaseException:
-            self._catalog.close()
-            raise
+            undo.callback(self._transport.close)
+            self._manager = Manager(
+                layout,
+                self._catalog,
+                self._lease,
+                lease_folder(config.path),
+                -(-layout.segment_count // config.writers_max),
+            )
+            undo.pop_all()
         self._secret = layout.secret
-        self._manager = Manager(
-            layout,
-            self._catalog,
-            self._lease,
-            lease_folder(config.path),
-            -(-layout.segment_count // config.writers_max),
-        )
         self._saver = Saver(
             self._manager,
             self._transport,
@@ -382,8 +390,10 @@ class PrefixStore:
             transport_object: moves the bytes instead of what `transport` names; for tests and for
                 transports of one's own. Closed with the store.
         Raises
-            ConfigError, UnsupportedError, CorruptionError: what is wrong and how to mend it;
-                nothing on disk was touched.
+            ConfigError, CorruptionError: what is wrong and how to mend it; nothing on disk was
+                touched.
+            UnsupportedError: the store is of another format version, or this machine lacks the
+                transport that was asked for by name.
             DeviceError: the file system refused.
         Cost       independent of the number of pages; the index fills in the background.
         """
@@ -409,6 +419,12 @@ class PrefixStore:
         """
         self._check_open()
         if namespace is None:
+            known = [f.name for f in dataclass_fields(Namespace)]
+            for name in fields:
+                if name not in known:
+                    raise ConfigError(
+                        f"namespace: unknown field {name!r}", hint=nearest(name, known)
+                    )
             try:
                 namespace = Namespace(**fields)
             except TypeError as error:
@@ -429,6 +445,9 @@ class PrefixStore:
         """
         self._check_open()
         piece: Memory = as_memory(memory)
+        if self.config.huge_pages and self._transport.capabilities().registered_buffers:
+            huge = collapse(piece.address, piece.length_bytes)
+            self._manager.count("huge_page_bytes", huge)
         return self._transport.register(piece.address, piece.length_bytes)
 
     def unregister(self, region: int) -> None:
@@ -600,12 +619,11 @@ class PrefixStore:
     ) -> None:
         """Drop pages that could not be read: from memory now, their records soon."""
         record_keys = self._manager.record_keys(entry, keys.data, index)
-        dropped = []
-        for i in range(len(index)):
-            slot, generation = int(where.slot[i]), int(where.generation[i])
-            self._manager.drop(entry, keys.data, int(index[i]), keys.rooted, generation)
-            if recorded[i]:
-                dropped.append((record_keys[i * 16 : i * 16 + 16], slot, generation))
+        self._manager.drop(entry, keys.data, index, keys.rooted, where.generation, recorded)
+        dropped = [
+            (record_keys[i * 16 : i * 16 + 16], int(where.slot[i]), int(where.generation[i]))
+            for i in np.flatnonzero(recorded).tolist()
+        ]
         if dropped:
             self._saver.enqueue(DropJob(dropped))
             logger.warning("%d pages could not be read back and were dropped", len(dropped))

@@ -53,6 +53,7 @@ class Task:
     page_count: int
     depth: int
     transport: str
+    huge_pages: bool
 
     @property
     def total_bytes(self) -> int:
@@ -111,6 +112,7 @@ class TuttiEngine:
                 "segment": max(_SEGMENT_BYTES, 1 << (task.page_bytes - 1).bit_length()),
                 "catalog": _CATALOG_BYTES,
                 "transport": task.transport,
+                "huge_pages": task.huge_pages,
                 "queue_depth": task.depth,
                 "backlog": 2 * task.total_bytes,
                 "io_timeout_s": _IO_TIMEOUT_S,

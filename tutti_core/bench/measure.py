@@ -89,17 +89,11 @@ def target(name: str, value: float | None, bound: float, at_least: bool) -> dict
 
 # ---- memory ----
 class Arena:
-    """Page-aligned private memory, the way a server has its host pool.
+    """Page-aligned private memory, the way a server has its host pool."""
 
-    With `huge_pages` the kernel is asked for large pages, as where transparent huge pages are
-    "always": a transfer is then a few long segments, not one of each 4 KiB.
-    """
-
-    def __init__(self, length_bytes: int, huge_pages: bool = False) -> None:
+    def __init__(self, length_bytes: int) -> None:
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
         self._map = mmap.mmap(-1, length_bytes, flags=flags)
-        if huge_pages:
-            self._map.madvise(mmap.MADV_HUGEPAGE)
         self.bytes: Bytes = np.frombuffer(self._map, dtype=np.uint8)
         self.bytes[:: mmap.PAGESIZE] = 0  # touch every page, so that no run pays for the first
 

@@ -20,6 +20,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,7 +28,13 @@ import lmdb
 import numpy as np
 import numpy.typing as npt
 
-from tutti_core.errors import ConfigError, CorruptionError, device_error
+from tutti_core.errors import (
+    ConfigError,
+    CorruptionError,
+    StoreClosedError,
+    StoreFullError,
+    device_error,
+)
 from tutti_core.format import (
     RECORD,
     RECORD_BYTES,
@@ -127,10 +134,34 @@ class _Environment:
         self.slots = self.env.open_db(b"slots")
         self.segments = self.env.open_db(b"segments")
         self.users = 0
+        self.idle = threading.Condition(threading.Lock())  # guards the two below
+        self.active = 0  # transactions that are open now
+        self.forking = False  # no transaction may begin
 
 
 _environments: dict[tuple[int, str], _Environment] = {}  # (process id, real path)
 _environments_lock = threading.Lock()
+
+
+def _before_fork() -> None:
+    """Let no transaction be open at a fork: a child could not close the environment then."""
+    _environments_lock.acquire()
+    for shared in _environments.values():
+        shared.idle.acquire()
+        shared.forking = True
+        while shared.active:
+            shared.idle.wait()
+
+
+def _after_fork() -> None:
+    for shared in _environments.values():
+        shared.forking = False
+        shared.idle.notify_all()
+        shared.idle.release()
+    _environments_lock.release()
+
+
+os.register_at_fork(before=_before_fork, after_in_parent=_after_fork, after_in_child=_after_fork)
 
 
 class Catalog:
@@ -147,6 +178,8 @@ class Catalog:
         self._key = (os.getpid(), os.path.realpath(path))
         self.records_max = map_bytes // CATALOG_BYTES_PER_PAGE
         with _environments_lock:
+            for inherited in [k for k in _environments if k[1] == self._key[1] and k != self._key]:
+                _environments.pop(inherited).env.close()  # the parent's, in a forked child
             shared = _environments.get(self._key)
             if shared is None:
                 try:
@@ -162,35 +195,66 @@ class Catalog:
                 _environments[self._key] = shared
             shared.users += 1
         self._shared: _Environment | None = shared
+        self._active = 0  # transactions of this view that are open now
 
-    @property
-    def _db(self) -> _Environment:
-        assert self._shared is not None
-        return self._shared
+    @contextmanager
+    def _begin(self, write: bool = False) -> Iterator[tuple[lmdb.Transaction[bytes], _Environment]]:
+        """One transaction; committed unless the block raises.
+
+        Raises
+            StoreClosedError: after `close`, which waits for the transactions that are open.
+            StoreFullError: the file has reached its bound; nothing was changed.
+            DeviceError: the file system refused; nothing was changed.
+        """
+        shared = self._shared
+        if shared is None or self._key[0] != os.getpid():
+            raise StoreClosedError("the store is closed")
+        with shared.idle:
+            while shared.forking:
+                shared.idle.wait()
+            if self._shared is None:
+                raise StoreClosedError("the store is closed")
+            shared.active += 1
+            self._active += 1
+        try:
+            with shared.env.begin(write=write) as txn:
+                yield txn, shared
+        except lmdb.MapFullError:
+            raise StoreFullError(f"the catalog in {self._key[1]} is full", scope="store") from None
+        except lmdb.Error as error:
+            code = max(getattr(error, "code", 0), 0) or 5  # LMDB's own codes are negative
+            raise device_error("commit", code, device=self._key[1], hint=str(error)) from None
+        finally:
+            with shared.idle:
+                shared.active -= 1
+                self._active -= 1
+                shared.idle.notify_all()
 
     def close(self) -> None:
         """Let go of the environment; the last user closes it. Idempotent."""
+        shared, self._shared = self._shared, None
+        if shared is None or self._key[0] != os.getpid():
+            return
+        with shared.idle:
+            while self._active:
+                shared.idle.wait()
         with _environments_lock:
-            shared, self._shared = self._shared, None
-            if shared is None:
-                return
             shared.users -= 1
             if shared.users == 0:
                 del _environments[self._key]
-                if self._key[0] == os.getpid():  # a forked child must leave it alone
-                    shared.env.close()
+                shared.env.close()
 
     # ---- identity ----
     def superblock(self) -> Superblock | None:
         """The copy of pool 0's superblock, or None in a new catalog."""
-        with self._db.env.begin() as txn:
-            data = txn.get(_SUPERBLOCK, db=self._db.meta)
+        with self._begin() as (txn, db):
+            data = txn.get(_SUPERBLOCK, db=db.meta)
         return None if data is None else Superblock.decode(data, "the catalog")
 
     def set_superblock(self, superblock: Superblock) -> None:
         """Claim a new catalog for a store."""
-        with self._db.env.begin(write=True) as txn:
-            txn.put(_SUPERBLOCK, superblock.encode(), db=self._db.meta)
+        with self._begin(write=True) as (txn, db):
+            txn.put(_SUPERBLOCK, superblock.encode(), db=db.meta)
 
     def register_namespace(self, digest: bytes, description: bytes) -> None:
         """Remember what `digest` stands for.
@@ -198,11 +262,11 @@ class Catalog:
         Raises
             CorruptionError: the digest stands for something else already.
         """
-        with self._db.env.begin() as txn:
-            known = txn.get(digest, db=self._db.namespaces)
+        with self._begin() as (txn, db):
+            known = txn.get(digest, db=db.namespaces)
         if known is None:
-            with self._db.env.begin(write=True) as txn:
-                txn.put(digest, description, db=self._db.namespaces)
+            with self._begin(write=True) as (txn, db):
+                txn.put(digest, description, db=db.namespaces)
         elif known != description:
             raise CorruptionError(
                 f"namespace digest {digest.hex()} stands for something else in this store",
@@ -211,19 +275,19 @@ class Catalog:
 
     def namespaces(self) -> dict[bytes, bytes]:
         """All registered namespaces: digest -> canonical description."""
-        with self._db.env.begin() as txn, txn.cursor(db=self._db.namespaces) as cursor:
+        with self._begin() as (txn, db), txn.cursor(db=db.namespaces) as cursor:
             return dict(cursor)
 
     # ---- reading ----
     def sequence(self) -> int:
         """The last generation given out."""
-        with self._db.env.begin() as txn:
-            return int.from_bytes(txn.get(_SEQUENCE, b"\0", db=self._db.meta), "big")
+        with self._begin() as (txn, db):
+            return int.from_bytes(txn.get(_SEQUENCE, b"\0", db=db.meta), "big")
 
     def record_count(self) -> int:
         """Pages in the catalog, of all namespaces and owners."""
-        with self._db.env.begin() as txn:
-            return int(txn.stat(self._db.records)["entries"])
+        with self._begin() as (txn, db):
+            return int(txn.stat(db.records)["entries"])
 
     def note_full(self) -> None:
         """The file is full below the bound: keep fewer pages from now on."""
@@ -239,14 +303,12 @@ class Catalog:
         Cost       one read transaction; about a microsecond a key when the catalog is in memory.
         """
         keys = _split(record_keys, RECORD_KEY_BYTES)
-        found = np.zeros(len(keys), dtype=np.bool_)
-        records = np.zeros(len(keys), dtype=RECORD)
-        with self._db.env.begin() as txn:
-            for i, key in enumerate(keys):
-                raw = txn.get(key, db=self._db.records)
-                if raw is not None and record_is_sound(raw):
-                    found[i] = True
-                    records[i] = np.frombuffer(raw, dtype=RECORD)[0]
+        blank = bytes(RECORD_BYTES)
+        with self._begin() as (txn, db):
+            raw = [txn.get(key, blank, db=db.records) for key in keys]
+        raw = [value if record_is_sound(value) else blank for value in raw]
+        records = np.frombuffer(b"".join(raw), dtype=RECORD)
+        found = np.array([value is not blank for value in raw], dtype=np.bool_)
         return found, records
 
     def scan_records(self, chunk: int) -> Iterator[tuple[bytes, Records, int]]:
@@ -260,14 +322,14 @@ class Catalog:
             keys: list[bytes] = []
             values: list[bytes] = []
             damaged = 0
-            with self._db.env.begin() as txn, txn.cursor(db=self._db.records) as cursor:
+            with self._begin() as (txn, db), txn.cursor(db=db.records) as cursor:
                 more = cursor.first() if after is None else cursor.set_range(after)
                 if more and after is not None and cursor.key() == after:
                     more = cursor.next()
                 while more and len(keys) + damaged < chunk:
                     after = cursor.key()
                     raw = cursor.value()
-                    if len(after) == RECORD_KEY_BYTES and len(raw) == RECORD_BYTES:
+                    if len(after) == RECORD_KEY_BYTES and record_is_sound(raw):
                         keys.append(after)
                         values.append(raw)
                     else:
@@ -282,7 +344,7 @@ class Catalog:
         """Used slots of a segment: slot -> record key."""
         prefix = slot_key(segment, 0)[:4]
         used = {}
-        with self._db.env.begin() as txn, txn.cursor(db=self._db.slots) as cursor:
+        with self._begin() as (txn, db), txn.cursor(db=db.slots) as cursor:
             more = cursor.set_range(prefix)
             while more and cursor.key()[:4] == prefix:
                 used[int.from_bytes(cursor.key()[4:8], "big")] = cursor.value()
@@ -291,35 +353,42 @@ class Catalog:
 
     def segments(self) -> dict[int, SegmentEntry]:
         """Assigned segments and their owners."""
-        with self._db.env.begin() as txn, txn.cursor(db=self._db.segments) as cursor:
+        with self._begin() as (txn, db), txn.cursor(db=db.segments) as cursor:
             return {int.from_bytes(k, "big"): SegmentEntry.decode(v) for k, v in cursor}
 
     # ---- writing ----
     def publish(self, groups: list[NewPages]) -> list[Published]:
         """Make pages visible, all in one transaction.
 
-        A page that has a record keeps it (another writer was first).
+        A page that has a sound record keeps it (another writer was first), and so does a page that
+        occurs twice.
 
         Raises
-            lmdb.MapFullError: the catalog is full; nothing was changed.
+            StoreFullError, DeviceError: see `_begin`; nothing was changed.
             CorruptionError: a slot belongs to a record already; nothing was changed.
         """
-        with self._db.env.begin(write=True) as txn:
-            sequence = int.from_bytes(txn.get(_SEQUENCE, b"\0", db=self._db.meta), "big")
+        with self._begin(write=True) as (txn, db):
+            sequence = int.from_bytes(txn.get(_SEQUENCE, b"\0", db=db.meta), "big")
             results = []
             for group in groups:
-                result, sequence = self._publish_group(txn, group, sequence)
+                result, sequence = self._publish_group(txn, db, group, sequence)
                 results.append(result)
-            txn.put(_SEQUENCE, sequence.to_bytes(8, "big"), db=self._db.meta)
+            txn.put(_SEQUENCE, sequence.to_bytes(8, "big"), db=db.meta)
         return results
 
     def _publish_group(
-        self, txn: lmdb.Transaction, group: NewPages, sequence: int
+        self, txn: lmdb.Transaction[bytes], db: _Environment, group: NewPages, sequence: int
     ) -> tuple[Published, int]:
-        db = self._db
         keys = _split(group.record_keys, RECORD_KEY_BYTES)
+        first = {key: i for i, key in reversed(list(enumerate(keys)))}
         known = [txn.get(key, db=db.records) for key in keys]
-        taken = np.array([raw is None or len(raw) != RECORD_BYTES for raw in known], dtype=np.bool_)
+        taken = np.array(
+            [
+                first[key] == i and (raw is None or not record_is_sound(raw))
+                for i, (key, raw) in enumerate(zip(keys, known, strict=True))
+            ],
+            dtype=np.bool_,
+        )
         records = group.records()
         records["generation"] = sequence + np.cumsum(taken, dtype=np.uint64)
         seal_records(records)
@@ -327,7 +396,8 @@ class Catalog:
         slots = group.slot.astype(">u8").tobytes()
         for i, key in enumerate(keys):
             if not taken[i]:
-                records[i] = np.frombuffer(known[i] or b"", dtype=RECORD)[0]
+                earlier = txn.get(key, b"", db=db.records)
+                records[i] = np.frombuffer(earlier, dtype=RECORD)[0]
                 continue
             if not txn.put(slots[i * 8 : i * 8 + 8], key, db=db.slots, overwrite=False):
                 raise CorruptionError(
@@ -340,9 +410,24 @@ class Catalog:
         """Remove pages: (record key, slot id, generation) each.
 
         A record that says something else by now stays; the slot entry goes if it is this page's.
+        In a file that is nearly full this takes several smaller transactions: a removal needs room
+        for the tree pages that it changes.
+
+        Raises
+            StoreFullError, DeviceError: see `_begin`; a leading part of `pages` may be gone.
         """
-        db = self._db
-        with db.env.begin(write=True) as txn:
+        step = len(pages)
+        while pages:
+            try:
+                self._remove(pages[:step])
+                pages = pages[step:]
+            except StoreFullError:
+                if step == 1:
+                    raise
+                step = max(step // 8, 1)
+
+    def _remove(self, pages: list[tuple[bytes, int, int]]) -> None:
+        with self._begin(write=True) as (txn, db):
             for record_key, slot, generation in pages:
                 raw = txn.get(record_key, db=db.records)
                 if raw is not None and len(raw) == RECORD_BYTES:
@@ -356,21 +441,21 @@ class Catalog:
                     txn.delete(entry, db=db.slots)
 
     def remove_slots(self, segment: int, slots: dict[int, bytes]) -> None:
-        """Remove slot entries of one segment whose records are gone or point elsewhere."""
-        with self._db.env.begin(write=True) as txn:
+        """Remove slot entries of one segment whose records are gone, damaged or point elsewhere."""
+        with self._begin(write=True) as (txn, db):
             for slot, record_key in slots.items():
-                raw = txn.get(record_key, db=self._db.records)
-                if raw is not None and len(raw) == RECORD_BYTES:
-                    if slot_of(np.frombuffer(raw, dtype=RECORD)[0]) == segment << 32 | slot:
-                        txn.delete(record_key, db=self._db.records)
-                txn.delete(slot_key(segment, slot), db=self._db.slots)
+                raw = txn.get(record_key, db=db.records)
+                if raw is not None:
+                    record = np.frombuffer(raw, dtype=RECORD)[0] if record_is_sound(raw) else None
+                    if record is None or slot_of(record) == segment << 32 | slot:
+                        txn.delete(record_key, db=db.records)
+                txn.delete(slot_key(segment, slot), db=db.slots)
 
     def claim_segment(
         self, candidates: list[int], entry: SegmentEntry, owned_max: int
     ) -> int | None:
         """Assign the first unassigned candidate; None if there is none or the share is used up."""
-        db = self._db
-        with db.env.begin(write=True) as txn:
+        with self._begin(write=True) as (txn, db):
             with txn.cursor(db=db.segments) as cursor:
                 owned = sum(SegmentEntry.decode(v).lease == entry.lease for _, v in cursor)
             if owned >= owned_max:
@@ -385,16 +470,16 @@ class Catalog:
     def reassign_segment(self, segment: int, old: SegmentEntry, new: SegmentEntry) -> bool:
         """Give a segment another owner or slot size if its entry is still `old`."""
         key = segment.to_bytes(4, "big")
-        with self._db.env.begin(write=True) as txn:
-            if txn.get(key, db=self._db.segments) != old.encode():
+        with self._begin(write=True) as (txn, db):
+            if txn.get(key, db=db.segments) != old.encode():
                 return False
-            txn.put(key, new.encode(), db=self._db.segments)
+            txn.put(key, new.encode(), db=db.segments)
         return True
 
     def free_segment(self, segment: int) -> None:
         """Give an empty segment back to all."""
-        with self._db.env.begin(write=True) as txn:
-            txn.delete(segment.to_bytes(4, "big"), db=self._db.segments)
+        with self._begin(write=True) as (txn, db):
+            txn.delete(segment.to_bytes(4, "big"), db=db.segments)
 
 
 def slot_of(record: np.void) -> int:

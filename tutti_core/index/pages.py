@@ -42,6 +42,7 @@ class NamespacePages:
         self.tree = RadixTree(width)
         self.loose: OrderedDict[bytes, LoosePage] = OrderedDict()  # least recently used first
         self.pins: dict[bytes, int] = {}
+        self._guarded: dict[Node, int] = {}  # pages at the front of each that must stay
 
     @property
     def page_count(self) -> int:
@@ -70,20 +71,28 @@ class NamespacePages:
                     self.loose.pop(self._key(keys, first + int(i)), None)
             self.tree.insert(keys, first, pages, now)
             return
-        for i in np.flatnonzero(pages.slot != NO_SLOT):
+        for i in np.flatnonzero(pages.slot != NO_SLOT)[::-1]:  # the last page is evicted first
             key = self._key(keys, first + int(i))
             self.loose[key] = LoosePage(
                 int(pages.slot[i]), int(pages.checksum[i]), int(pages.generation[i]), now
             )
             self.loose.move_to_end(key)
 
-    def drop(self, keys: bytes, index: int, rooted: bool, generation: int) -> None:
+    def drop(self, keys: bytes, index: int, rooted: bool, generation: int) -> bool:
         """Forget one page if it is known with this generation."""
         if rooted and self.tree.drop(keys, index, generation):
-            return
+            return True
         key = self._key(keys, index)
         page = self.loose.get(key)
-        if page is not None and page.generation == generation:
+        if page is None or page.generation != generation:
+            return False
+        del self.loose[key]
+        return True
+
+    def drop_generations(self, generations: set[int]) -> None:
+        """Forget the pages with these generations, wherever they stand. O(pages)."""
+        self.tree.drop_generations(generations)
+        for key in [k for k, page in self.loose.items() if page.generation in generations]:
             del self.loose[key]
 
     def absorb(self, newer: NamespacePages) -> None:
@@ -97,9 +106,11 @@ class NamespacePages:
             )
             first = len(above) // width
             self.insert(above + bytes(node.keys), first, True, where, node.last_use)
+        in_tree = set(self.tree.slots().tolist()) if newer.loose else set()
         for key, page in newer.loose.items():
-            self.loose[key] = page
-            self.loose.move_to_end(key)
+            if page.slot not in in_tree:
+                self.loose[key] = page
+                self.loose.move_to_end(key)
         self.pins.update(newer.pins)
 
     # ---- pins ----
@@ -121,16 +132,30 @@ class NamespacePages:
         self.tree.unpark_all()
 
     # ---- eviction ----
+    def guard(self, keys: bytes) -> None:
+        """Until `unguard`, do not offer the pages of this rooted chain for eviction.
+
+        For the time in which room is made for its next pages: without their ancestors they would be
+        worth nothing.
+        """
+        self._guarded = self.tree.pages_along(keys)
+
+    def unguard(self) -> None:
+        """End the last `guard`."""
+        for node in self._guarded:
+            self.tree.unpark(node)
+        self._guarded = {}
+
     def oldest(self) -> Evictable | None:
         """The page to evict next: the tail of the oldest leaf, or the oldest loose page.
 
-        Leaves that end in a pinned page are parked on the way, so a store full of pins answers at
-        once from the second call on.
+        Leaves that end in a pinned or guarded page are parked on the way, so a store full of pins
+        answers at once from the second call on.
         """
         best = self._oldest_loose()
         while (leaf := self.tree.oldest_leaf()) is not None:
             tail = self.tree.tail(leaf)
-            if tail.key in self.pins:
+            if tail.key in self.pins or len(leaf) <= self._guarded.get(leaf, 0):
                 self.tree.park(leaf)
                 continue
             if best is None or leaf.last_use < best.last_use:
@@ -154,7 +179,7 @@ class NamespacePages:
     def _add_loose(self, keys: bytes, first: int, rooted: bool, found: Locations, now: int) -> None:
         """Fill unknown entries of `found` from the loose pages; move them if the chain is known."""
         moved = Locations.absent(len(found))
-        for i in np.flatnonzero(found.slot == NO_SLOT):
+        for i in np.flatnonzero(found.slot == NO_SLOT)[::-1]:
             key = self._key(keys, first + int(i))
             page = self.loose.get(key)
             if page is None:

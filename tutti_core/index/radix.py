@@ -241,6 +241,18 @@ class RadixTree:
         self._trim(node)
         return True
 
+    def drop_generations(self, generations: set[int]) -> None:
+        """Forget the pages with these generations, wherever they stand. O(pages)."""
+        for node in list(self.nodes()):
+            if generations.isdisjoint(node.generations):
+                continue
+            for at, generation in enumerate(node.generations):
+                if generation in generations and node.slots[at] != NO_SLOT:
+                    node.slots[at] = NO_SLOT
+                    node.gaps += 1
+                    self.page_count -= 1
+            self._trim(node)
+
     def _overwrite(self, node: Node, at: int, pages: Locations) -> None:
         for i in range(len(pages)):
             slot = int(pages.slot[i])
@@ -324,6 +336,10 @@ class RadixTree:
         node.last_use = now
         return node
 
+    def pages_along(self, keys: bytes) -> dict[Node, int]:
+        """The nodes along a chain, and how many pages of each belong to it."""
+        return {node: length for node, _, length in self._walk(keys, len(keys) // self.width)}
+
     # ---- eviction order ----
     def oldest_leaf(self) -> Node | None:
         """The leaf that was used least recently and is not parked."""
@@ -341,16 +357,20 @@ class RadixTree:
         self._trim(leaf)
 
     def park(self, leaf: Node) -> None:
-        """Take a leaf out of the eviction order (its last page is pinned)."""
+        """Take a leaf out of the eviction order (its last page is pinned or guarded)."""
         self._unlist_leaf(leaf)
         leaf.parked = True
+
+    def unpark(self, node: Node) -> None:
+        """Put a node that was parked back into the eviction order."""
+        if node.parked:
+            node.parked = False
+            self._list_leaf(node)
 
     def unpark_all(self) -> None:
         """Put all parked leaves back into the eviction order. O(nodes)."""
         for node in self.nodes():
-            if node.parked:
-                node.parked = False
-                self._list_leaf(node)
+            self.unpark(node)
 
     def _list_leaf(self, node: Node) -> None:
         if not node.children and not node.parked:
@@ -360,7 +380,7 @@ class RadixTree:
         self.leaves.pop((node.last_use, node.serial), None)
 
     def _set_last_use(self, node: Node, now: int) -> None:
-        if node.last_use == now:
+        if node.last_use >= now:
             return
         if node.children or node.parked:
             node.last_use = now
@@ -400,13 +420,19 @@ class RadixTree:
                 self._unlist_leaf(node)
             node.children = {}
         node.children[keys[: self.width]] = child
-        child.keys += keys
-        child.slots.frombytes(pages.slot.tobytes())
-        child.checksums.frombytes(pages.checksum.tobytes())
-        child.generations.frombytes(pages.generation.tobytes())
+        # Made at their size: extending would leave an eighth more room for growth.
+        child.keys = bytearray(keys)
+        child.slots = array("Q", pages.slot.tobytes())
+        child.checksums = array("Q", pages.checksum.tobytes())
+        child.generations = array("Q", pages.generation.tobytes())
         self.page_count += len(pages)
         self._list_leaf(child)
         return child
+
+    def slots(self) -> U64:
+        """Slots of all pages, and NO_SLOT for gaps, in no order. O(pages)."""
+        parts = [np.array(node.slots, dtype=np.uint64) for node in self.nodes()]
+        return np.concatenate(parts) if parts else np.empty(0, dtype=np.uint64)
 
     def check(self) -> None:
         """Raise AssertionError if an invariant does not hold. O(pages); for tests."""

@@ -25,6 +25,7 @@ class Lease:
     def release(self) -> None:
         """Let another process have it. Idempotent."""
         if self._descriptor >= 0:
+            fcntl.flock(self._descriptor, fcntl.LOCK_UN)  # a forked child has a copy
             os.close(self._descriptor)
             self._descriptor = -1
 

@@ -22,11 +22,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import lmdb
 import numpy as np
 import numpy.typing as npt
 
 from tutti_core import hashing
+from tutti_core.errors import DeviceError, StoreFullError
 from tutti_core.format import DATA_OFFSET_BYTES, SegmentEntry
 from tutti_core.index.catalog import (
     Catalog,
@@ -51,6 +51,10 @@ U64 = npt.NDArray[np.uint64]
 
 EVICTION_BATCH_PAGES_MAX = 256
 """Pages evicted beyond the need at hand, so that a catalog commit serves many saves."""
+
+CONDEMNED_MAX = 65_536
+"""Unreadable pages that are remembered, so that a look-up that raced with the removal of their
+records does not offer them again. Generations are never used twice."""
 
 _RESTORE_CHUNK = 8192
 _SEGMENT_CANDIDATES_MAX = 64
@@ -105,6 +109,9 @@ class Manager:
             if entry.lease == lease.number and number < layout.segment_count
         ]
         self._clock = catalog.sequence() + 1  # newer than every restored page
+        self._adopted: set[int] = set()  # of `_unscanned`, those whose pages the trees lack
+        self._condemned: dict[int, None] = {}  # generations of unreadable pages, latest last
+        self._unremoved: list[tuple[bytes, int, int]] = []  # retired, but the catalog said no
         self._no_claims_until_s = 0.0
         self._no_adoption_until_s = 0.0
         self._stopping = False
@@ -144,7 +151,7 @@ class Manager:
             while first + hit < count:
                 # Pages of other processes, or not restored yet. Most misses cost one look-up.
                 stop = min(first + hit + chunk, count)
-                found = self._consult_catalog(entry, keys, first + hit, stop, True)
+                found = self._consult_catalog(entry, keys, first + hit, stop, True).slot != NO_SLOT
                 gaps = np.flatnonzero(~found)
                 hit += int(gaps[0]) if len(gaps) else len(found)
                 if len(gaps):
@@ -162,9 +169,12 @@ class Manager:
         missing = np.flatnonzero(found.slot == NO_SLOT)
         if len(missing):
             low, high = first + int(missing[0]), first + int(missing[-1]) + 1
-            if self._consult_catalog(entry, keys, low, high, rooted).any():
-                with self.lock:
-                    found = self._locate(entry, keys, first, rooted)
+            known = self._consult_catalog(entry, keys, low, high, rooted)
+            part = found.part(low - first, high - first)
+            fill = part.slot == NO_SLOT
+            part.slot[fill] = known.slot[fill]
+            part.checksum[fill] = known.checksum[fill]
+            part.generation[fill] = known.generation[fill]
         return found
 
     def _locate(self, entry: Entry, keys: bytes, first: int, rooted: bool) -> Locations:
@@ -178,22 +188,29 @@ class Manager:
 
     def _consult_catalog(
         self, entry: Entry, keys: bytes, start: int, stop: int, rooted: bool
-    ) -> npt.NDArray[np.bool_]:
-        """Look pages start .. stop-1 up in the catalog and add what it has to the tree."""
+    ) -> Locations:
+        """Look pages start .. stop-1 up in the catalog and add what it has to the tree.
+
+        A page whose chain is not known is not added: it may stand in the tree already, and a page
+        that stands in two places would be evicted twice.
+        """
         width = entry.key_bytes
         part = keys[start * width : stop * width]
         found, records = self.catalog.lookup(entry.record_keys(part))
         found &= _same_pages(records, entry, part)
+        found &= records["segment"] < self.layout.segment_count  # else: grown by another process
+        where = _locations(records)
+        where.slot[~found] = NO_SLOT
         if found.any():
-            where = _locations(records)
-            where.slot[~found] = NO_SLOT
             with self.lock:
                 # A page evicted between the look-up and here must not come back.
-                gone = ~self.space.holds(where.slot, where.generation) & found
-                where.slot[gone] = NO_SLOT
-                found &= ~gone
-                entry.pages.insert(keys[: stop * width], start, rooted, where, self._tick())
-        return found
+                where.slot[~self.space.holds(where.slot, where.generation)] = NO_SLOT
+                if self._condemned:
+                    bad = [g in self._condemned for g in where.generation.tolist()]
+                    where.slot[bad] = NO_SLOT
+                if rooted:
+                    entry.pages.insert(keys[: stop * width], start, True, where, self._tick())
+        return where
 
     def still_there(
         self, entry: Entry, keys: bytes, index: npt.NDArray[np.intp], where: Locations
@@ -246,30 +263,53 @@ class Manager:
             self.space.end_load(start)
             self.slots_returned.notify_all()
 
-    def drop(self, entry: Entry, keys: bytes, index: int, rooted: bool, generation: int) -> None:
-        """Forget a page in memory; `remove_dropped` does the same in the catalog."""
+    def drop(
+        self,
+        entry: Entry,
+        keys: bytes,
+        index: npt.NDArray[np.intp],
+        rooted: bool,
+        generations: U64,
+        recorded: npt.NDArray[np.bool_],
+    ) -> None:
+        """Forget pages of a chain at once; `remove_dropped` removes the recorded ones for good."""
         with self.lock:
-            entry.pages.drop(keys, index, rooted, generation)
+            self._condemned.update(dict.fromkeys(generations[recorded].tolist()))
+            while len(self._condemned) > CONDEMNED_MAX:
+                del self._condemned[next(iter(self._condemned))]
+            left = {
+                generation
+                for i, generation in zip(index.tolist(), generations.tolist(), strict=True)
+                if not entry.pages.drop(keys, i, rooted, generation)
+            }
+            if left and not rooted:  # read by their keys alone, they may stand in the tree
+                entry.pages.drop_generations(left)
 
     # ---- space (saver thread) ----
-    def reserve(self, entry: Entry, count: int, sweep: Callable[[], None], wait_s: float) -> U64:
+    def reserve(
+        self, entry: Entry, chain: bytes, count: int, sweep: Callable[[], None], wait_s: float
+    ) -> U64:
         """Reserve slots for `count` pages, evicting where needed; fewer when nothing can go.
 
         Parameters
+            chain: packed keys of a rooted chain whose pages must not be evicted for it; may be b"".
             sweep: called to let finished loads return their slots.
             wait_s: bound on waiting for loads in flight.
         """
-        self._make_room_in_catalog(count)
-        self._open_pools(entry.slot_bytes)
         taken: list[U64] = []
         deadline_s = time.monotonic() + wait_s
-        while count:
-            with self.lock:
-                slots = self.space.allocate(count, entry.slot_bytes)
-            taken.append(slots)
-            count -= len(slots)
-            if count and not self._more_space(entry, count, sweep, deadline_s):
-                break
+        try:
+            self._make_room_in_catalog(entry, chain, count)
+            self._open_pools(entry.slot_bytes)
+            while count:
+                with self.lock:
+                    slots = self.space.allocate(count, entry.slot_bytes)
+                taken.append(slots)
+                count -= len(slots)
+                if count and not self._more_space(entry, chain, count, sweep, deadline_s):
+                    break
+        except (StoreFullError, DeviceError) as error:
+            self._note_catalog_error(error)
         return np.concatenate(taken) if taken else np.empty(0, dtype=np.uint64)
 
     def cancel(self, slots: U64) -> None:
@@ -288,8 +328,12 @@ class Manager:
         )
         return (segment % pools).astype(np.uint32), offset
 
+    def _note_catalog_error(self, error: Exception) -> None:
+        logger.warning("the catalog could not be changed: %s", error)
+        self.count("catalog_errors", 1)
+
     def _more_space(
-        self, entry: Entry, count: int, sweep: Callable[[], None], deadline_s: float
+        self, entry: Entry, chain: bytes, count: int, sweep: Callable[[], None], deadline_s: float
     ) -> bool:
         """Find more free slots of this size by the cheapest means left; False if there is none."""
         if self._scan_own_segment() or self._claim_segment(entry.slot_bytes, None):
@@ -300,14 +344,17 @@ class Manager:
         with self.slots_returned:
             if self.space.free_count(entry.slot_bytes):
                 return True
-            if self.space.waiting_count(entry.slot_bytes) >= count:
+            if (
+                self.space.waiting_count(entry.slot_bytes) >= count
+                or self.space.waiting_bytes() >= self.layout.segment_bytes
+            ):
                 # Enough was evicted; loads in flight are still reading it.
                 left_s = deadline_s - time.monotonic()
                 if left_s <= 0:
                     return False
                 self.slots_returned.wait(min(left_s, 0.01))
                 return True
-        return self._evict(count, entry.slot_bytes)
+        return self._evict(entry, chain, count, entry.slot_bytes)
 
     def _open_pools(self, slot_bytes: int) -> None:
         """See that every pool has room while there is unclaimed space, so that pages stripe."""
@@ -345,6 +392,22 @@ class Manager:
             self.count("slots_reclaimed", len(lost))
         with self.lock:
             self.space.add(number, number % self.layout.pool_count, slot_bytes, taken)
+        if number in self._adopted:
+            self._adopted.discard(number)
+            self._learn(np.array(list(used.values()), dtype="V16")[found], records[found])
+
+    def _learn(self, record_keys: npt.NDArray[np.void], records: Records) -> None:
+        """Put the pages of an adopted segment into the trees, from where they can be evicted."""
+        order = np.argsort(record_keys)
+        descriptions = self.catalog.namespaces()
+        for digest in set(records["namespace"].tolist()) & descriptions.keys():
+            chosen = order[records["namespace"][order] == np.void(digest)]
+            description = json.loads(descriptions[digest])
+            width = int(description["key_bytes"])
+            learnt = build_pages(width, record_keys[chosen].tobytes(), records[chosen])
+            with self.lock:
+                entry = self._entry(digest, int(description["page_bytes"]), width)
+                entry.pages.absorb(learnt)
 
     def _claim_segment(self, slot_bytes: int, pool: int | None) -> bool:
         """Take an unassigned segment, or turn an empty one of ours to this slot size."""
@@ -387,12 +450,12 @@ class Manager:
             empty = self.space.empty_segments(other_than=slot_bytes)
             if not empty:
                 return False
-            self.space.remove(empty[0])
         old = self.catalog.segments()[empty[0]]
         new = SegmentEntry(self._lease.number, slot_bytes // BLOCK_BYTES)
         if not self.catalog.reassign_segment(empty[0], old, new):
             return False
         with self.lock:
+            self.space.remove(empty[0])
             self.space.add(empty[0], empty[0] % self.layout.pool_count, slot_bytes)
         return True
 
@@ -410,11 +473,13 @@ class Manager:
                 continue
             try:
                 for segment, old in segments.items():
-                    if old.lease != number or owned >= self._owned_max:
+                    known = segment < self.layout.segment_count  # else: grown by another process
+                    if old.lease != number or not known or owned >= self._owned_max:
                         continue
                     new = SegmentEntry(self._lease.number, old.slot_blocks)
                     if self.catalog.reassign_segment(segment, old, new):
                         self._unscanned.append(segment)
+                        self._adopted.add(segment)
                         owned += 1
                         adopted = True
             finally:
@@ -422,14 +487,15 @@ class Manager:
         return adopted
 
     # ---- eviction (saver thread) ----
-    def _make_room_in_catalog(self, count: int) -> None:
+    def _make_room_in_catalog(self, entry: Entry, chain: bytes, count: int) -> None:
         excess = self.catalog.record_count() + count - self.catalog.records_max
         if excess > 0:
-            self._evict(excess, None)
+            self._evict(entry, chain, excess, None)
 
-    def _evict(self, count: int, slot_bytes: int | None) -> bool:
+    def _evict(self, entry: Entry, chain: bytes, count: int, slot_bytes: int | None) -> bool:
         """Evict `count` pages of one slot size (None: any), oldest leaves first; False if none.
 
+        The pages of `chain` in `entry` stay: room is being made for what follows them.
         Pages of another size go first where they are older; their segments are recycled when empty.
         """
         self.restored.wait()
@@ -440,25 +506,37 @@ class Manager:
             total = self.space.slot_count(slot_bytes)
             count = max(count, min(EVICTION_BATCH_PAGES_MAX, total // 32))
             others = self.layout.segment_bytes // BLOCK_BYTES
+            entry.pages.guard(chain)
             while count > 0 and others > 0 and (choice := self._oldest()) is not None:
-                entry, page = choice
-                entry.pages.forget(page)
-                if not self.space.owns_slot(page.slot):
-                    continue  # another process's page: only it can evict it
-                victims.append((entry.record_keys(page.key), page.slot, page.generation))
-                if slot_bytes is None or entry.slot_bytes == slot_bytes:
+                owner, page = choice
+                owner.pages.forget(page)
+                if not self.space.holds_page(page.slot, page.generation):
+                    continue  # another process's page, which only it can evict; or one that is gone
+                victims.append((owner.record_keys(page.key), page.slot, page.generation))
+                if slot_bytes is None or owner.slot_bytes == slot_bytes:
                     count -= 1
                 else:
-                    others -= entry.slot_bytes // BLOCK_BYTES
-            slots = np.array([slot for _, slot, _ in victims], dtype=np.uint64)
-            self.space.retire(slots)  # a look-up that still finds the record must not revive it
-        if not victims:
+                    others -= owner.slot_bytes // BLOCK_BYTES
+            entry.pages.unguard()
+            # A look-up that still finds a record must not revive it.
+            self.space.retire(np.array([slot for _, slot, _ in victims], dtype=np.uint64))
+        if not victims and not self._unremoved:
             return False
-        self.catalog.remove(victims)
-        with self.lock:
-            self.space.give_up(slots)
+        self._remove_retired(victims)
         self.count("evicted_pages", len(victims))
         return True
+
+    def _remove_retired(self, pages: list[tuple[bytes, int, int]]) -> None:
+        """Remove the records of retired pages and give their slots up.
+
+        Where the catalog refuses, they stay retired and are removed with the next ones.
+        """
+        self._unremoved += pages
+        self.catalog.remove(self._unremoved)
+        slots = np.array([slot for _, slot, _ in self._unremoved], dtype=np.uint64)
+        self._unremoved = []
+        with self.lock:
+            self.space.give_up(slots)
 
     def _oldest(self) -> tuple[Entry, Evictable] | None:
         best: tuple[Entry, Evictable] | None = None
@@ -471,23 +549,23 @@ class Manager:
     # ---- publishing and removing (saver thread) ----
     def publish(
         self, groups: list[tuple[Entry, bytes, bool, npt.NDArray[np.intp], NewPages]]
-    ) -> list[bool]:
+    ) -> list[npt.NDArray[np.bool_]]:
         """Make written pages visible: (entry, chain, rooted, page indices, pages) each.
 
         Slots of pages that another writer published first are given back.
 
         Returns
-            for each group, whether its pages are in the store now.
+            for each group one bool a page: whether it is in the store now.
         """
         try:
             published = self.catalog.publish([pages for *_, pages in groups])
-        except lmdb.Error as error:  # the map is full, or the file system is
-            logger.warning("pages were written but not published: %s", error)
-            self.count("catalog_errors", 1)
+        except (StoreFullError, DeviceError) as error:
+            self._note_catalog_error(error)
             self.catalog.note_full()
             for *_, pages in groups:
                 self.cancel(pages.slot)
-            return [False] * len(groups)
+            return [np.zeros(len(pages.slot), dtype=np.bool_) for *_, pages in groups]
+        stored = []
         with self.lock:
             for (entry, keys, rooted, index, pages), done in zip(groups, published, strict=True):
                 generation = done.record["generation"].astype(np.uint64)
@@ -496,32 +574,38 @@ class Manager:
                 first, stop = int(index[0]), int(index[-1]) + 1
                 where = Locations.absent(stop - first)
                 found = _locations(done.record)
+                # Another writer's record may be of another page whose key collides, or on its way
+                # out of the store.
+                good = _same_pages(done.record, entry, pages.page_keys)
+                good &= self.space.holds(found.slot, found.generation)
+                found.slot[~good] = NO_SLOT
+                stored.append(good)
                 where.slot[index - first] = found.slot
                 where.checksum[index - first] = found.checksum
                 where.generation[index - first] = found.generation
                 entry.pages.insert(
                     keys[: stop * entry.key_bytes], first, rooted, where, self._tick()
                 )
-        return [True] * len(groups)
+        return stored
 
     def remove_dropped(self, pages: list[tuple[bytes, int, int]]) -> None:
         """Remove pages that turned out unreadable: (record key, slot, generation) each."""
-        slots = np.array([slot for _, slot, _ in pages], dtype=np.uint64)
-        generations = np.array([generation for *_, generation in pages], dtype=np.uint64)
+        mine: list[tuple[bytes, int, int]] = []
+        others: list[tuple[bytes, int, int]] = []
         with self.lock:
-            mine = self.space.owns(slots) & self.space.holds(slots, generations)
-            self.space.retire(slots[mine])
-        self.catalog.remove(pages)
-        with self.lock:
-            self.space.give_up(slots[mine])
+            for page in dict.fromkeys(pages):
+                (mine if self.space.holds_page(*page[1:]) else others).append(page)
+            self.space.retire(np.array([slot for _, slot, _ in mine], dtype=np.uint64))
+        if mine:
+            self._remove_retired(mine)
+        self.catalog.remove(others)
 
     def clear(self, entry: Entry) -> int:
         """Remove every page of a namespace; returns how many records went."""
         self.restored.wait()
         while self._scan_own_segment():
             pass
-        with self.lock:
-            entry.pages = NamespacePages(entry.key_bytes)
+        self._empty(entry)
         count = 0
         for keys, records, _ in self.catalog.scan_records(_RESTORE_CHUNK):
             mine = np.flatnonzero(records["namespace"] == np.void(entry.digest))
@@ -533,7 +617,14 @@ class Manager:
             if batch:
                 self.remove_dropped(batch)
                 count += len(batch)
+        self._empty(entry)  # of what look-ups found in the catalog meanwhile
         return count
+
+    def _empty(self, entry: Entry) -> None:
+        with self.lock:
+            empty = NamespacePages(entry.key_bytes)
+            empty.pins = entry.pages.pins
+            entry.pages = empty
 
     # ---- restart ----
     def restore(self) -> None:
@@ -543,10 +634,10 @@ class Manager:
             for keys, records, _ in self.catalog.scan_records(_RESTORE_CHUNK):
                 if self._stopping:
                     return
-                for digest in np.unique(records["namespace"]):
-                    chosen = np.flatnonzero(records["namespace"] == digest)
+                for digest in set(records["namespace"].tolist()):
+                    chosen = np.flatnonzero(records["namespace"] == np.void(digest))
                     rows = np.frombuffer(keys, dtype="V16")[chosen]
-                    parts.setdefault(digest.tobytes(), []).append((rows.tobytes(), records[chosen]))
+                    parts.setdefault(digest, []).append((rows.tobytes(), records[chosen]))
             descriptions = self.catalog.namespaces()
             for digest, chunks in parts.items():
                 if digest in descriptions and not self._stopping:
@@ -564,6 +655,8 @@ class Manager:
         restored = build_pages(width, b"".join(k for k, _ in chunks), records)
         with self.lock:
             entry = self._entry(digest, int(description["page_bytes"]), width)
+            if self._condemned:
+                restored.drop_generations(set(self._condemned))
             restored.absorb(entry.pages)
             entry.pages = restored
 

@@ -96,21 +96,38 @@ def store_lock(path: Path) -> Iterator[None]:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield
     finally:
+        fcntl.flock(descriptor, fcntl.LOCK_UN)  # a child forked meanwhile has a copy
         os.close(descriptor)
 
 
-def prepare_directory(path: Path) -> None:
-    """Make the store directory, or check that an existing one can be used.
+def check_directory(path: Path) -> None:
+    """See that a directory can be used, or made where there is none. Touches nothing.
 
     Raises
         ConfigError: not a directory, or not writable.
     """
+    nearest = path
+    while not os.path.lexists(nearest):
+        nearest = nearest.parent
+    if not nearest.is_dir():
+        raise ConfigError(f"path = {str(path)!r}: {nearest} is not a directory")
+    if not os.access(nearest, os.R_OK | os.W_OK | os.X_OK):
+        raise ConfigError(
+            f"path = {str(path)!r}: {nearest} is not writable", hint="change its owner or mode"
+        )
+
+
+def prepare_directory(path: Path) -> None:
+    """Make a directory of the store where there is none.
+
+    Raises
+        ConfigError: it cannot be made or used.
+    """
+    check_directory(path)
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"path = {str(path)!r} cannot be created: {error.strerror}") from None
-    if not os.access(path, os.R_OK | os.W_OK | os.X_OK):
-        raise ConfigError(f"path = {str(path)!r} is not writable", hint="change its owner or mode")
 
 
 def inspect_pools(config: StoreConfig) -> list[Superblock | None]:
@@ -120,9 +137,13 @@ def inspect_pools(config: StoreConfig) -> list[Superblock | None]:
         ConfigError, UnsupportedError, CorruptionError: see `Superblock.decode`.
     """
     found: list[Superblock | None] = []
+    seen: set[str] = set()
     for place in config.pool_paths:
-        file = pool_file(place)
         try:
+            file = pool_file(place)
+            if os.path.realpath(file) in seen:
+                raise ConfigError(f"pools names {place} twice")
+            seen.add(os.path.realpath(file))
             if not file.exists():
                 found.append(None)
                 continue
@@ -135,7 +156,7 @@ def inspect_pools(config: StoreConfig) -> list[Superblock | None]:
             finally:
                 os.close(descriptor)
         except OSError as error:
-            raise ConfigError(f"{file} cannot be read: {error.strerror}") from None
+            raise ConfigError(f"{place} cannot be read: {error.strerror}") from None
         if place.is_block_device() and data[:8] != POOL_MAGIC:
             found.append(None)  # `_check_devices` decides whether it may become one
         else:
@@ -168,12 +189,17 @@ def open_layout(
             f"{config.path} has no catalog, but its pools belong to a store",
             hint="name that store's path, or `tutti init --discard` to forget its pages",
         )
+    if has_catalog:
+        _check_catalog_size(config)
     if not present and not create:
         raise ConfigError(f"there is no store at {config.path}", hint="`tutti init` makes one")
     for pool in pools:
         if pool is not None:
             _check_agreement(config, pool)
     _check_devices(config, pools, format_devices)
+    for place in (config.path, *config.pool_paths):
+        if not place.is_block_device():
+            check_directory(place)
     prepare_directory(config.path)
     with store_lock(config.path):
         # Another process may have created it just now.
@@ -189,6 +215,15 @@ def open_layout(
             raise
 
 
+def _check_catalog_size(config: StoreConfig) -> None:
+    size = (catalog_folder(config.path) / "data.mdb").stat().st_size
+    if size > config.catalog_bytes:
+        raise ConfigError(
+            f"catalog = {config.catalog_bytes} bytes is smaller than the catalog on disk, {size}",
+            hint="use a larger `catalog` or `capacity`",
+        )
+
+
 def _check_agreement(config: StoreConfig, pool: Superblock) -> None:
     if pool.pool_count != len(config.pool_paths):
         raise ConfigError(
@@ -200,7 +235,7 @@ def _check_agreement(config: StoreConfig, pool: Superblock) -> None:
             f"{pool.segment_bytes}",
             hint="leave the setting out",
         )
-    if _segments_allowed(config, pool.segment_bytes) < pool.segment_count:
+    if config.segments_per_pool(DATA_OFFSET_BYTES, pool.segment_bytes) < pool.segment_count:
         need = _capacity_needed(config, pool)
         raise ConfigError(
             f"capacity = {int(config.capacity)} bytes is smaller than the store on disk",
@@ -208,14 +243,9 @@ def _check_agreement(config: StoreConfig, pool: Superblock) -> None:
         )
 
 
-def _segments_allowed(config: StoreConfig, segment_bytes: int) -> int:
-    share = (config.capacity - config.catalog_bytes) // len(config.pool_paths)
-    return int(max(0, (share - DATA_OFFSET_BYTES) // segment_bytes))
-
-
 def _capacity_needed(config: StoreConfig, pool: Superblock) -> int:
-    return config.catalog_bytes + pool.pool_count * (
-        DATA_OFFSET_BYTES + pool.segment_count * pool.segment_bytes
+    return config.capacity_for(
+        pool.pool_count * (DATA_OFFSET_BYTES + pool.segment_count * pool.segment_bytes)
     )
 
 
@@ -255,21 +285,31 @@ def _create(
         pool_count=len(files),
         segment_bytes=size,
         segment_count=min(
-            _segments_allowed(config, size), *(_device_segments(file, size) for file in files)
+            config.segments_per_pool(DATA_OFFSET_BYTES, size),
+            *(_device_segments(file, size) for file in files),
         ),
     )
     superblocks = tuple(replace(first, pool_index=i) for i in range(len(files)))
-    for file, superblock in zip(files, superblocks, strict=True):
-        is_device = file.is_block_device()
-        if not is_device:
+    # A file gets its name when it is complete: a crash leaves no half-made pool behind.
+    written: list[tuple[Path, Path]] = []
+    try:
+        for file, superblock in zip(files, superblocks, strict=True):
+            if file.is_block_device():
+                _write_pool(file, superblock, os.O_EXCL, config.preallocate == "full")
+                continue
             prepare_directory(file.parent)
-        flags = os.O_EXCL if is_device else os.O_CREAT | os.O_EXCL
-        try:
-            _write_pool(file, superblock, flags, config.preallocate == "full")
-        except OSError as error:
-            if not is_device:
-                file.unlink(missing_ok=True)
-            raise device_error("create", error.errno or errno.EIO, device=str(file)) from None
+            if file.exists():
+                raise FileExistsError(errno.EEXIST, "created by another store just now")
+            draft = file.with_name(f"{file.name}.new")
+            written.append((draft, file))
+            _write_pool(draft, superblock, os.O_CREAT | os.O_TRUNC, config.preallocate == "full")
+        for draft, file in written:
+            draft.rename(file)
+            _sync_folder(file.parent)
+    except OSError as error:
+        for draft, _ in written:
+            draft.unlink(missing_ok=True)
+        raise device_error("create", error.errno or errno.EIO, device=str(file)) from None
     catalog.set_superblock(first)
     return superblocks
 
@@ -279,10 +319,10 @@ def _grow(
 ) -> tuple[Superblock, ...]:
     """Make room for more segments where the capacity was raised."""
     allowed = min(
-        _segments_allowed(config, found[0].segment_bytes),
+        config.segments_per_pool(DATA_OFFSET_BYTES, found[0].segment_bytes),
         *(_device_segments(file, found[0].segment_bytes) for file in files),
     )
-    if allowed <= found[0].segment_count:
+    if allowed <= min(pool.segment_count for pool in found):  # they differ after a crash in here
         return tuple(found)
     grown = tuple(replace(pool, segment_count=allowed) for pool in found)
     for file, superblock in zip(files, grown, strict=True):
@@ -316,12 +356,14 @@ def _write_pool(file: Path, superblock: Superblock, flags: int, full: bool) -> N
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-    if flags & os.O_CREAT:
-        folder = os.open(file.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def preallocate_segment(layout: Layout, segment: int) -> None:

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from tutti_core.errors import BusyError
+from tutti_core.errors import BusyError, DeviceError, StoreFullError
 from tutti_core.format import ROOT_PARENT, UNKNOWN_PARENT
 from tutti_core.geometry import PageFragments
 from tutti_core.index.catalog import RECORD_KEY_BYTES, NewPages
@@ -122,11 +122,12 @@ class SaveJob:
 
 @dataclass(slots=True)
 class ClearJob:
-    """Remove a namespace; `removed` is its record count once `done` is set."""
+    """Remove a namespace; once `done` is set, `removed` counts its records or `error` says why."""
 
     entry: Entry
     done: threading.Event = field(default_factory=threading.Event)
     removed: int = 0
+    error: Exception | None = None
 
 
 @dataclass(slots=True)
@@ -262,7 +263,11 @@ class Saver:
                 self._end(job)
                 continue
             slots = self._manager.reserve(
-                job.entry, len(job.index), self._sweep, self._io_timeout_s
+                job.entry,
+                job.keys if job.rooted else b"",
+                len(job.index),
+                self._sweep,
+                self._io_timeout_s,
             )
             if len(slots) < len(job.index):
                 self._manager.count("pages_refused_full", len(job.index) - len(slots))
@@ -315,16 +320,15 @@ class Saver:
                 [(w.job.entry, w.job.keys, w.job.rooted, w.job.index[c], p) for w, c, p in groups]
             )
             for (writing, chosen, _), kept in zip(groups, stored, strict=True):
-                if kept:
-                    writing.job.ticket.settle(writing.job.result[chosen], True)
-                    self._manager.count("saved_pages", len(chosen))
+                writing.job.ticket.settle(writing.job.result[chosen[kept]], True)
+                self._manager.count("saved_pages", int(np.count_nonzero(kept)))
         for writing, _ in written:
             self._end(writing.job)
         self._collect_stuck()
 
     def _flush_devices(self, group: list[_Writing]) -> dict[int, int]:
         """Flush the devices that a group wrote to; device -> 0 or a negative errno."""
-        devices = {int(d) for writing in group for d in np.unique(writing.device)}
+        devices = {d for writing in group for d in set(writing.device.tolist())}
         return {d: self._transport.flush(d) if self._flush else 0 for d in devices}
 
     def _select(
@@ -347,10 +351,18 @@ class Saver:
         return (writing, good, pages) if len(good) else None
 
     def _do(self, job: ClearJob | DropJob) -> None:
-        if isinstance(job, DropJob):
-            self._manager.remove_dropped(job.pages)
-        else:
-            job.removed = self._manager.clear(job.entry)
+        try:
+            if isinstance(job, DropJob):
+                self._manager.remove_dropped(job.pages)
+            else:
+                job.removed = self._manager.clear(job.entry)
+        except (StoreFullError, DeviceError) as error:
+            self._manager.count("catalog_errors", 1)
+            if isinstance(job, ClearJob):
+                job.error = error
+            else:
+                logger.warning("unreadable pages stay in the catalog: %s", error)
+        if isinstance(job, ClearJob):
             job.done.set()
 
     def _end(self, job: SaveJob) -> None:

@@ -86,9 +86,14 @@ class Space:
             if slot_bytes is None or s.slot_bytes == slot_bytes
         )
 
-    def owns_slot(self, slot: int) -> bool:
-        """Whether one slot lies in an owned segment."""
-        return slot >> 32 in self.segments
+    def holds_page(self, slot: int, generation: int) -> bool:
+        """Whether a slot lies in an owned segment and holds that generation."""
+        piece, index = self.segments.get(slot >> 32), slot & 0xFFFFFFFF
+        return (
+            piece is not None
+            and index < len(piece.generation)
+            and int(piece.generation[index]) == generation
+        )
 
     # ---- slots ----
     def allocate(self, count: int, slot_bytes: int) -> U64:
@@ -145,7 +150,9 @@ class Space:
         """Whether each slot still holds that generation; True for slots of other owners."""
         result = np.ones(len(slots), dtype=np.bool_)
         for piece, index, chosen in self._by_segment(slots):
-            result[chosen] = piece.generation[index] == generations[chosen]
+            last = len(piece.generation) - 1  # the segment may have been cut anew since
+            held = piece.generation[np.minimum(index, last)] == generations[chosen]
+            result[chosen] = held & (index <= last)
         return result
 
     def owns(self, slots: U64) -> npt.NDArray[np.bool_]:
@@ -170,6 +177,15 @@ class Space:
             for _, slots in self._waiting
             for piece, index, _ in self._by_segment(slots)
             if piece.slot_bytes == slot_bytes
+        )
+
+    def waiting_bytes(self) -> int:
+        """Bytes in slots of all sizes that loads in flight keep from being free."""
+        self.collect()
+        return sum(
+            len(index) * piece.slot_bytes
+            for _, slots in self._waiting
+            for piece, index, _ in self._by_segment(slots)
         )
 
     def end_load(self, start: int) -> None:
@@ -244,7 +260,10 @@ class Space:
         """Group slot ids by owned segment: (segment, slot indices, positions in `slots`)."""
         number = (slots >> np.uint64(32)).astype(np.intp)
         groups = []
-        for segment in np.unique(number):
+        ordered = np.sort(number)
+        new = np.ones(len(ordered), dtype=np.bool_)
+        new[1:] = ordered[1:] != ordered[:-1]
+        for segment in ordered[new]:
             piece = self.segments.get(int(segment))
             if piece is not None:
                 chosen = np.flatnonzero(number == segment)

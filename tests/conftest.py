@@ -1,0 +1,59 @@
+"""Fixtures that all tests share: seeded randomness that names its seed, and store directories."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import tempfile
+import threading
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+
+class SeededRandom(random.Random):
+    """A random source whose repr is its seed, so that a failing test says how to repeat it."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(seed)
+        self.seed_value = seed
+
+    def __repr__(self) -> str:
+        return f"SeededRandom(seed={self.seed_value}; repeat with TUTTI_TEST_SEED)"
+
+
+@pytest.fixture
+def rng(request: pytest.FixtureRequest) -> SeededRandom:
+    """Random source of one test: seeded by its name, or by TUTTI_TEST_SEED."""
+    seed = os.environ.get("TUTTI_TEST_SEED")
+    return SeededRandom(int(seed) if seed else zlib.crc32(request.node.nodeid.encode()))
+
+
+@pytest.fixture
+def disk_dir(tmp_path: Path) -> Path:
+    """A path on the disk at which no store is yet."""
+    return tmp_path / "store"
+
+
+@pytest.fixture
+def fast_path() -> Iterator[Path]:
+    """An empty directory in memory where there is a /dev/shm: tests that commit need no disk."""
+    base = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+    folder = Path(tempfile.mkdtemp(prefix="tutti-test-", dir=base))
+    yield folder
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture
+def store_dir(fast_path: Path) -> Path:
+    """A path at which no store is yet, in memory where possible."""
+    return fast_path / "store"
+
+
+@pytest.fixture
+def resources() -> Iterator[Callable[[], tuple[int, int]]]:
+    """Counts this process's open files and threads."""
+    yield lambda: (len(os.listdir("/proc/self/fd")), threading.active_count())

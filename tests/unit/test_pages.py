@@ -1,0 +1,137 @@
+"""index/pages.py: tree and loose pages together, pins, guards, and taking over another index."""
+
+import numpy as np
+import pytest
+
+from tutti_core.index.pages import NamespacePages
+from tutti_core.index.radix import NO_SLOT, Locations
+
+
+def path(text: str) -> bytes:
+    return b"".join(bytes([ord(letter)]) * 4 for letter in text)
+
+
+def where(*slots: int | None) -> Locations:
+    slot = np.array([NO_SLOT if s is None else s for s in slots], np.uint64)
+    return Locations(slot, slot + np.uint64(1000), slot + np.uint64(2000))
+
+
+@pytest.fixture
+def pages():
+    pages = NamespacePages(4)
+    yield pages
+    pages.tree.check()
+
+
+def evict_all(pages: NamespacePages) -> list[int]:
+    slots = []
+    while (page := pages.oldest()) is not None:
+        pages.forget(page)
+        pages.tree.check()
+        slots.append(page.slot)
+    return slots
+
+
+def test_loose_pages_are_found_by_key_alone(pages) -> None:
+    pages.insert(path("cd"), 0, False, where(3, 4), 1)
+    assert pages.match(path("abcd"), 0, 2) == 0
+    assert pages.locate(path("xc"), 0, False, 2).slot.tolist() == [NO_SLOT, 3]
+    assert pages.page_count == 2 and len(pages.loose) == 2
+
+
+def test_loose_pages_move_into_the_tree_once_their_chain_is_known(pages) -> None:
+    pages.insert(path("cd"), 0, False, where(3, 4), 1)
+    assert pages.locate(path("abcd"), 2, True, 2).slot.tolist() == [3, 4]
+    assert not pages.loose and pages.page_count == 2
+    pages.insert(path("ab"), 0, True, where(1, 2), 3)
+    assert pages.match(path("abcd"), 0, 4) == 4
+
+
+def test_a_rooted_save_takes_the_place_of_a_loose_page(pages) -> None:
+    pages.insert(path("b"), 0, False, where(7), 1)
+    pages.insert(path("ab"), 0, True, where(1, 2), 2)
+    assert not pages.loose and pages.locate(path("ab"), 0, True, 3).slot.tolist() == [1, 2]
+
+
+def test_drop_finds_loose_pages_too(pages) -> None:
+    pages.insert(path("c"), 0, False, where(3), 1)
+    pages.drop(path("c"), 0, False, 1)
+    assert pages.page_count == 1
+    pages.drop(path("c"), 0, False, 2003)
+    assert pages.page_count == 0
+    pages.drop(path("c"), 0, True, 2003)
+
+
+def test_the_last_page_of_a_loose_run_is_evicted_first(pages) -> None:
+    pages.insert(path("abc"), 0, False, where(1, 2, 3), 1)
+    assert evict_all(pages) == [3, 2, 1]
+
+
+def test_looking_at_a_loose_page_makes_it_newer(pages) -> None:
+    pages.insert(path("ab"), 0, False, where(1, 2), 1)
+    pages.insert(path("x"), 0, False, where(3), 2)
+    pages.locate(path("ab"), 0, False, 3)
+    assert evict_all(pages) == [3, 2, 1]
+
+
+def test_tree_and_loose_pages_share_one_order(pages) -> None:
+    pages.insert(path("ab"), 0, True, where(1, 2), 1)
+    pages.insert(path("x"), 0, False, where(3), 2)
+    pages.insert(path("yz"), 0, True, where(4, 5), 3)
+    assert evict_all(pages) == [2, 1, 3, 5, 4]
+
+
+def test_pinned_pages_stay_and_so_do_their_ancestors(pages) -> None:
+    pages.insert(path("abcd"), 0, True, where(1, 2, 3, 4), 1)
+    pages.insert(path("x"), 0, False, where(9), 1)
+    pages.pin(path("ab"))
+    pages.pin(path("ab"))
+    pages.pin(path("x"))
+    assert evict_all(pages) == [4, 3]
+    pages.unpin(path("ab"))
+    assert evict_all(pages) == []
+    pages.unpin(path("ab"))
+    assert evict_all(pages) == [2, 1]
+    pages.unpin(path("x"))
+    pages.unpin(path("x"))  # nothing to take off
+    assert evict_all(pages) == [9] and not pages.pins
+
+
+def test_a_full_house_of_pins_answers_at_once(pages) -> None:
+    for i in range(50):
+        text = chr(40 + i) + "z"
+        pages.insert(path(text), 0, True, where(2 * i, 2 * i + 1), i)
+        pages.pin(path(text))
+    assert pages.oldest() is None
+    assert len(pages.tree.leaves) == 0  # the second call has nothing to look at
+    assert pages.oldest() is None
+
+
+def test_a_guarded_chain_is_not_offered_but_what_hangs_on_it_is(pages) -> None:
+    pages.insert(path("abcd"), 0, True, where(1, 2, 3, 4), 1)
+    pages.insert(path("xy"), 0, True, where(5, 6), 2)
+    pages.guard(path("abQR"))
+    assert evict_all(pages) == [4, 3, 6, 5]
+    pages.unguard()
+    assert evict_all(pages) == [2, 1]
+
+
+def test_absorb_takes_pages_pins_and_recency(pages) -> None:
+    pages.insert(path("ab"), 0, True, where(1, 2), 1)
+    pages.insert(path("q"), 0, False, where(8), 2)
+    newer = NamespacePages(4)
+    newer.insert(path("abcd"), 1, True, where(20, None, 4), 5)
+    newer.insert(path("x"), 0, False, where(9), 6)
+    newer.pin(path("x"))
+    pages.absorb(newer)
+    assert pages.locate(path("abcd"), 0, True, 7).slot.tolist() == [1, 20, NO_SLOT, 4]
+    assert pages.pins == {path("x"): 1} and pages.page_count == 5
+    assert evict_all(pages) == [8, 4, 20, 1]
+
+
+def test_absorb_does_not_put_a_page_in_two_places(pages) -> None:
+    pages.insert(path("ab"), 0, True, where(1, 2), 1)
+    newer = NamespacePages(4)
+    newer.insert(path("b"), 0, False, where(2), 5)
+    pages.absorb(newer)
+    assert pages.page_count == 2 and not pages.loose
