@@ -8,10 +8,32 @@ import shutil
 import tempfile
 import threading
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 
 import pytest
+
+SKIPS_ALLOWED = (
+    "missing capability: stall",  # a transport without a hook to hold its batches
+    "loop devices need root",
+    "this machine has no loop devices",
+    "this kernel gives no huge pages",
+)
+"""Under TUTTI_STRICT, as in CI, any other skip is a failure: it would hide a promised part."""
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Turn a skip that is not allowed into a failure."""
+    report = yield
+    if report.skipped and not hasattr(report, "wasxfail") and os.environ.get("TUTTI_STRICT"):
+        reason = str(report.longrepr[-1] if isinstance(report.longrepr, tuple) else "")
+        if not reason.removeprefix("Skipped: ").startswith(SKIPS_ALLOWED):
+            report.outcome = "failed"
+            report.longrepr = f"skipped under TUTTI_STRICT: {reason}"
+    return report
 
 
 class SeededRandom(random.Random):

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -53,6 +53,7 @@ CATALOG_BYTES_PER_PAGE = 512
 """Bound of what one page costs in the LMDB file, copy-on-write slack included."""
 
 _READERS_MAX = 512
+_WARM_STEP_BYTES = 4 << 20
 _SEQUENCE = b"sequence"
 _SUPERBLOCK = b"superblock"
 
@@ -310,6 +311,21 @@ class Catalog:
         records = np.frombuffer(b"".join(raw), dtype=RECORD)
         found = np.array([value is not blank for value in raw], dtype=np.bool_)
         return found, records
+
+    def warm(self, stopping: Callable[[], bool]) -> None:
+        """Read the file into the page cache, front to back, up to a quarter of the free memory.
+
+        A cold catalog is read in random 4 KiB pieces otherwise, which on a busy disk takes many
+        times longer. An unreadable file is left to LMDB to report.
+        """
+        budget_bytes = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 4
+        buffer = bytearray(_WARM_STEP_BYTES)
+        try:
+            with open(Path(self._key[1]) / "data.mdb", "rb", buffering=0) as stream:
+                while budget_bytes > 0 and not stopping() and (got := stream.readinto(buffer)):
+                    budget_bytes -= got
+        except OSError:
+            return
 
     def scan_records(self, chunk: int) -> Iterator[tuple[bytes, Records, int]]:
         """All records, `chunk` at a time: (packed record keys, records, damaged ones left out).

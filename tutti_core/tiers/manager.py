@@ -630,6 +630,7 @@ class Manager:
     def restore(self) -> None:
         """Fill the trees from the catalog; runs once, in the background, after opening."""
         try:
+            self.catalog.warm(lambda: self._stopping)
             parts: dict[bytes, list[tuple[bytes, Records]]] = {}
             for keys, records, _ in self.catalog.scan_records(_RESTORE_CHUNK):
                 if self._stopping:
