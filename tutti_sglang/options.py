@@ -16,7 +16,8 @@ PREFIX_KEYS = "tutti_prefix_keys"
 """Set by the plugin: the engine passes the keys of each page's ancestors."""
 
 _PLUMBING = {"backend_name", "module_path", "class_name", "interface_v1", PREFIX_KEYS}
-_OWN = {"weights", "tenant", "operation_timeout_s"}
+OWN_OPTIONS = frozenset({"weights", "tenant", "operation_timeout_s"})
+"""Options that are not settings of the store."""
 _OPERATION_TIMEOUT_S = 30.0
 
 
@@ -52,10 +53,10 @@ def parse_options(extra_config: Mapping[str, Any] | None, writers: int) -> Optio
     fallback_path = settings.pop("file_storage_path", None)  # SGLang's --file-storage-path
     if fallback_path is not None:
         settings.setdefault("path", fallback_path)
-    own = {name: settings.pop(name) for name in _OWN & settings.keys()}
+    own = {name: settings.pop(name) for name in OWN_OPTIONS & settings.keys()}
     settings.setdefault("writers_max", writers)
     return Options(
-        store=StoreConfig.parse(settings, other_names=_OWN),
+        store=StoreConfig.parse(settings, other_names=OWN_OPTIONS),
         weights=_text(own, "weights"),
         tenant=_text(own, "tenant") or "",
         operation_timeout_s=_seconds(own, "operation_timeout_s", _OPERATION_TIMEOUT_S),
