@@ -104,6 +104,7 @@ class SGLangServer:
         port: int | None = None,
         log_path: Path | None = None,
         admin_key: str | None = None,
+        serve: bool = False,
         start_timeout_s: float = START_TIMEOUT_S,
     ) -> None:
         """
@@ -113,6 +114,7 @@ class SGLangServer:
             env: on top of this process's environment.
             port: a free one by default.
             log_path: the server's output; appended to. A new temporary file by default, kept.
+            serve: start it with `sglang serve` instead of `python -m sglang.launch_server`.
             admin_key: needed for the storage endpoints `attach`, `detach`, `storage_status`.
         """
         self.port = port or _free_port()
@@ -122,7 +124,9 @@ class SGLangServer:
         self._admin_key = admin_key
         self._start_timeout_s = start_timeout_s
         self._env = {**os.environ, **BASE_ENVIRONMENT, **(env or {})}
-        self._command = [sys.executable, "-m", "sglang.launch_server", *BASE_FLAGS]
+        launch = [sys.executable, "-m", "sglang.launch_server"]
+        command = [str(Path(sys.executable).with_name("sglang")), "serve"] if serve else launch
+        self._command = [*command, *BASE_FLAGS]
         self._command += [f"--model-path={model}", f"--port={self.port}", *flags]
         if admin_key:
             self._command.append(f"--admin-api-key={admin_key}")

@@ -39,12 +39,13 @@ class Deployment:
         self.model = model
         self.backend = backend
         self.ranks = ranks  # each keeps pages of its own
-        self._make: Callable[[], SGLangServer] = lambda: SGLangServer(
+        self._make: Callable[..., SGLangServer] = lambda serve=False: SGLangServer(
             self.model,
             [*backend.server_flags(), *flags],
             env={**backend.environment(), **(env or {})},
             log_path=log_path,
             admin_key=ADMIN_KEY,
+            serve=serve,
         )
         self.server = self._make()
 
@@ -55,9 +56,10 @@ class Deployment:
     def __exit__(self, *_: object) -> None:
         self.server.stop()
 
-    def kill_and_restart(self) -> None:
+    def kill_and_restart(self, *, serve: bool = False) -> None:
+        """SIGKILL, then a new server; with `serve`, through SGLang's other command."""
         self.server.kill()
-        self.server = self._make()
+        self.server = self._make(serve=serve)
         self.server.start()
 
     def generate_and_settle(self, prompt: list[int]) -> Generation:
@@ -199,7 +201,7 @@ def test_prefix_comes_back_after_kill(shared: Deployment) -> None:
     prompts = [make_prompt(f"kill {i}") for i in range(3)]
     cold = [shared.generate_and_settle(prompt) for prompt in prompts]
     shared.server.generate(make_prompt("kill, in flight"))  # its backup may be under way now
-    shared.kill_and_restart()
+    shared.kill_and_restart(serve=True)
     for prompt, once in zip(prompts, cold, strict=True):
         assert_from_storage(shared.server.generate(prompt), once)
     in_flight = make_prompt("kill, in flight")

@@ -1,0 +1,52 @@
+"""SGLang's offline engine on a CPU with a storage backend; prints what it generated as JSON.
+
+    python integration/sglang_cpu/engine.py MODEL EXTRA_CONFIG PROMPT      (the last two: JSON)
+
+One run is one process: what a second run gets from storage, it can only have from the disk.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+if __package__ in (None, ""):  # run as a script
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from sglang_cpu.server import BASE_ENVIRONMENT
+
+NEW_TOKENS = 8
+
+
+def main(model: str, extra_config: str, prompt: str) -> None:
+    os.environ.update(BASE_ENVIRONMENT)
+    import sglang
+
+    engine = sglang.Engine(
+        model_path=model,
+        device="cpu",
+        attention_backend="torch_native",
+        disable_overlap_schedule=True,
+        page_size=16,
+        max_total_tokens=4096,
+        dtype="float32",
+        enable_cache_report=True,
+        skip_server_warmup=True,
+        enable_hierarchical_cache=True,
+        hicache_storage_backend="tutti",
+        hicache_storage_backend_extra_config=extra_config,
+        hicache_storage_prefetch_policy="wait_complete",
+    )
+    try:
+        sampling = {"temperature": 0, "max_new_tokens": NEW_TOKENS, "ignore_eos": True}
+        reply = engine.generate(input_ids=json.loads(prompt), sampling_params=sampling)
+    finally:
+        engine.shutdown()
+    details = reply["meta_info"].get("cached_tokens_details") or {}
+    print(json.dumps({"output_ids": reply["output_ids"], "storage": details.get("storage", 0)}))
+
+
+if __name__ == "__main__":  # the engine's processes import this file again
+    main(*sys.argv[1:])

@@ -1,0 +1,35 @@
+"""The offline engine keeps its prefixes in the store, from one process to the next."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sglang_cpu.backends import Backend
+
+ENGINE = Path(__file__).resolve().parents[2] / "integration" / "sglang_cpu" / "engine.py"
+PROMPT = [3 + (i * 7 + 11) % 300 for i in range(400)]
+PROMPT_HIT = 384  # whole pages of 16, and the last token is always computed
+
+
+def run_engine(model: Path, backend: Backend) -> dict[str, Any]:
+    command = [sys.executable, str(ENGINE), str(model)]
+    command += [json.dumps(backend.extra_config()), json.dumps(PROMPT)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=400)
+    assert done.returncode == 0, done.stderr[-3000:]
+    reply: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
+    return reply
+
+
+def test_a_second_engine_reads_what_the_first_one_wrote(model: Path, backend: Backend) -> None:
+    if backend.name != "tutti":
+        pytest.skip("the script names the backend tutti")
+    first = run_engine(model, backend)
+    second = run_engine(model, backend)
+    assert first["storage"] == 0
+    assert second["storage"] == PROMPT_HIT
+    assert second["output_ids"] == first["output_ids"]
