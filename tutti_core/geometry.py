@@ -126,6 +126,10 @@ class PageFragments:
     def __post_init__(self) -> None:
         if self.address.ndim != 2 or self.address.shape[1:] != self.length_bytes.shape:
             raise ValueError("address must be (pages, fragments), length_bytes (fragments,)")
+        if self.address.dtype != np.uint64 or self.length_bytes.dtype != np.uint64:
+            raise ValueError("address and length_bytes must be uint64")
+        if not self.length_bytes.all():
+            raise ValueError("a fragment has length 0")
 
     @property
     def page_count(self) -> int:

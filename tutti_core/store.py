@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import errno
 import logging
 import os
 import threading
@@ -26,6 +27,7 @@ from tutti_core.index.radix import NO_SLOT, Locations
 from tutti_core.io.huge_pages import collapse
 from tutti_core.io.select import open_transport
 from tutti_core.io.transport import (
+    BATCH_FRAGMENTS_MAX,
     BATCH_ITEMS_MAX,
     Batch,
     BatchResult,
@@ -45,7 +47,8 @@ logger = logging.getLogger("tutti")
 PAGES_PER_CALL_MAX = BATCH_ITEMS_MAX
 CLOSE_TIMEOUT_S = 120.0
 
-_TRANSIENT = {-11, -4, -12}  # EAGAIN, EINTR, ENOMEM: the page itself may be fine
+_NOT_THE_PAGE = [-errno.EAGAIN, -errno.EINTR, -errno.ENOMEM, -errno.EFAULT]
+"""Failures of a read that say nothing against the page: a passing shortage, the caller's memory."""
 
 __all__ = [
     "LoadTicket",
@@ -150,7 +153,7 @@ class LoadTicket:
                 return False
             try:
                 loaded = self._store._judge(
-                    self._entry, self._keys, self._first, pages, where, result
+                    self._entry, self._keys, self._first, pages, where, result, started
                 )
                 self._loaded[pages] = loaded
             finally:
@@ -281,6 +284,7 @@ class NamespaceStore:
         Raises
             BusyError: not done after `timeout_s`; it goes on in the background.
             StoreFullError, DeviceError: the catalog refused; some of the pages are still there.
+            InternalError: the store has stopped saving; nothing was removed.
         """
         self._store._check_open()
         job = ClearJob(self._entry)
@@ -313,6 +317,8 @@ class NamespaceStore:
             if writable and not piece.writable:
                 raise ValueError("the memory to load into is read-only")
             fragments = page_fragments(piece, self._entry.page_bytes, count, slots)
+        if fragments.address.size > BATCH_FRAGMENTS_MAX:
+            raise ValueError(f"more than {BATCH_FRAGMENTS_MAX} fragments in one save or load")
         if fragments.page_count != count or fragments.page_bytes != self._entry.page_bytes:
             raise ValueError(
                 f"memory of {fragments.page_count} pages of {fragments.page_bytes} bytes for "
@@ -591,6 +597,7 @@ class PrefixStore:
         pages: npt.NDArray[np.intp],
         where: Locations,
         result: BatchResult,
+        started: int,
     ) -> npt.NDArray[np.bool_]:
         """Which pages of a finished load are good; the others are forgotten."""
         count = self._manager.count
@@ -599,10 +606,10 @@ class PrefixStore:
         if self.config.verify:
             good &= result.checksum == where.checksum
         index = pages + first
-        valid = self._manager.still_there(entry, keys.data, index, where)
+        valid = self._manager.still_there(entry, keys.data, index, where, started)
         count("read_errors", int(np.count_nonzero(~read)))
         count("checksum_errors", int(np.count_nonzero(read & ~good & valid)))
-        bad = np.flatnonzero(~(good & valid) & ~np.isin(result.status, list(_TRANSIENT)))
+        bad = np.flatnonzero(~(good & valid) & ~np.isin(result.status, _NOT_THE_PAGE))
         if len(bad):
             self._forget(entry, keys, index[bad], where.select(bad), valid[bad])
         good &= valid

@@ -193,9 +193,9 @@ class TuttiStorage(HiCacheStorage):
         target_sizes: Any | None = None,
     ) -> list[torch.Tensor | None]:
         """Load flat pages into the tensors given; None for each page that is missing."""
-        targets = list(target_locations or [])
+        targets = [] if target_locations is None else list(target_locations)
         loaded = self._answer("get", [False] * len(keys), lambda: self._get_flat(keys, targets))
-        return [t if ok else None for t, ok in zip(targets, loaded, strict=False)]
+        return [targets[i] if ok else None for i, ok in enumerate(loaded)]
 
     def set(
         self,
@@ -215,7 +215,7 @@ class TuttiStorage(HiCacheStorage):
         target_sizes: Any | None = None,
     ) -> bool:
         """Save flat pages; True when all of them are stored."""
-        tensors = [value.contiguous() for value in values or []]
+        tensors = [] if values is None else list(values)
         return all(self._answer("set", [False] * len(keys), lambda: self._set_flat(keys, tensors)))
 
     def _get_flat(self, keys: Sequence[str], targets: list[torch.Tensor]) -> list[bool]:
@@ -225,7 +225,7 @@ class TuttiStorage(HiCacheStorage):
 
     def _set_flat(self, keys: Sequence[str], tensors: list[torch.Tensor]) -> list[bool]:
         assert self._flat is not None
-        fragments = self._flat_fragments(keys, tensors)
+        fragments = self._flat_fragments(keys, [tensor.contiguous() for tensor in tensors])
         return self._await_save(self._flat.save(PageKeys.from_hex(keys, False), fragments))
 
     def _flat_fragments(self, keys: Sequence[str], tensors: list[torch.Tensor]) -> PageFragments:

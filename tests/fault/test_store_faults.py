@@ -27,8 +27,10 @@ from store_kit import (
     small_config,
 )
 
-from tutti_core import PrefixStore, StoreStats
-from tutti_core.testing import FOREVER, Fault, page_bytes
+from tutti_core import PageFragments, PrefixStore, StoreStats
+from tutti_core.errors import device_error
+from tutti_core.index.catalog import Catalog
+from tutti_core.testing import FOREVER, Fault, FaultyDevices, page_bytes
 
 BAD = 2
 """Position in the chain of the page that goes wrong."""
@@ -151,6 +153,36 @@ def test_a_passing_trouble_does_not_cost_the_page(store_dir: Path) -> None:
             devices.arm(Fault("error", "read", errno=code, count=3))
             assert not any(pages.load(run("a", 3)))
             assert pages.match(run("a", 3)) == 3 and all(pages.load(run("a", 3)))
+
+
+def test_memory_that_is_not_there_does_not_cost_the_page(store_dir: Path) -> None:
+    with open_small(store_dir) as store:
+        pages = client(store)
+        assert all(pages.save(run("a", 3)))
+        nowhere = PageFragments(np.zeros((3, 1), np.uint64), np.array([PAGE], np.uint64))
+        assert not pages.pages.load(run("a", 3), nowhere).wait(20).any()
+        settle(store)
+        assert pages.match(run("a", 3)) == 3 and all(pages.load(run("a", 3)))
+
+
+def test_a_page_that_the_catalog_cannot_confirm_is_a_miss(store_dir: Path, monkeypatch) -> None:
+    config = small_config(store_dir)
+    devices = memory_devices(config)
+    with (
+        PrefixStore.open(config, transport_object=devices) as owner,
+        PrefixStore.open(config, transport_object=FaultyDevices(devices.media)) as store,
+    ):
+        assert all(client(owner).save(run("a", 2)))
+        pages = client(store)
+        ticket = pages.pages.load(run("a", 2), bytearray(2 * PAGE))
+
+        def refuse(self: Catalog, *arguments: object) -> None:
+            raise device_error("read", errno.EIO)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Catalog, "lookup", refuse)
+            assert not ticket.wait(20).any()
+        assert all(pages.load(run("a", 2)))
 
 
 def test_a_device_that_is_gone_misses_everything_and_raises_nothing(store_dir: Path) -> None:

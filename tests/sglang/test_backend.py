@@ -258,6 +258,15 @@ def test_generic_calls_have_their_own_pages(storage: TuttiStorage, pool: HostPoo
     assert not storage.batch_set(keys[:1], [torch.zeros(3)]), "wrong page size"
 
 
+def test_generic_calls_without_tensors_are_answered(storage: TuttiStorage) -> None:
+    keys = chain(2)
+    assert not storage.set(keys[0]) and not storage.batch_set(keys)
+    assert not storage.batch_set(keys, [None, None])
+    assert storage.get(keys[0]) is None and storage.batch_get(keys) == [None, None]
+    size = storage._flat.namespace.page_bytes // 2
+    assert not storage.batch_set(keys[:1], torch.zeros(2, size))
+
+
 def test_exists_answers_for_the_interface_in_use(store_folder: Path) -> None:
     pool, keys = HostPool(), chain(3)
     storage = attach(store_folder, pool, extra={"interface_v1": 0, PREFIX_KEYS: False})

@@ -1,5 +1,7 @@
 """index/catalog.py: records, slots and segments change together, and damage reads as absence."""
 
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -262,3 +264,29 @@ def test_an_error_of_the_file_system_is_a_device_error(catalog, monkeypatch) -> 
     with pytest.raises(DeviceError), catalog._begin():
         raise lmdb.DiskError("mdb_txn_commit: disk", 28)
     assert catalog.record_count() == 0
+
+
+def test_a_reader_that_was_killed_does_not_fill_the_file(store_dir: Path) -> None:
+    store_dir.mkdir()
+    catalog = Catalog(store_dir, MIB, False)
+    reader = f"""
+import lmdb, time
+env = lmdb.open({str(store_dir)!r}, map_size={MIB}, max_dbs=8, max_readers=512)
+transaction = env.begin()
+transaction.get(b"x")
+print("reading", flush=True)
+time.sleep(600)
+"""
+    with subprocess.Popen([sys.executable, "-c", reader], stdout=subprocess.PIPE) as child:
+        assert child.stdout is not None and child.stdout.readline() == b"reading\n"
+        child.kill()
+    refused = []
+    for i in range(300):
+        try:
+            done = catalog.publish([new_pages(i, slot=i)])
+            generation = int(done[0].record["generation"][0])
+            catalog.remove([(record_key(i), i, generation)])
+        except StoreFullError as error:
+            refused.append(error)
+    assert len(refused) == 1 and refused[0].retryable
+    catalog.close()

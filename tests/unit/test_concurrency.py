@@ -26,7 +26,7 @@ from store_kit import (
 )
 
 from tutti_core import PageKeys, PrefixStore, StoreClosedError
-from tutti_core.testing import FaultPlan, explain, page_bytes
+from tutti_core.testing import Fault, FaultPlan, FaultyDevices, explain, page_bytes
 
 ROOT = Path(__file__).parents[2]
 
@@ -152,6 +152,23 @@ class TestOneProcess:
                 assert sorted(owners) == [0, 0, 1, 1]
                 check_space(one)
                 check_space(two)
+
+    def test_a_segment_adopted_while_it_is_read_is_checked_afterwards(self, store_dir) -> None:
+        """Its former owner gave the slot up; the new one does not wait for its own load."""
+        config = small_config(store_dir, verify=False)
+        devices = memory_devices(config)
+        mine = FaultyDevices(devices.media)
+        owner = PrefixStore.open(config, transport_object=devices)
+        with PrefixStore.open(config, transport_object=mine) as store:
+            pages = client(store)
+            assert all(client(owner).save(run("a", 2)))
+            mine.arm(Fault("slow", "batch"))
+            ticket = pages.pages.load(run("a", 2), bytearray(2 * PAGE))
+            client(owner).pages.clear()
+            owner.close()
+            poll(lambda: all(pages.save(run("b", 16))), "the segment is adopted and written to")
+            mine.release()
+            assert not ticket.wait(20).any()
 
     def test_a_page_evicted_by_its_owner_is_a_miss_for_the_other(self, store_dir: Path) -> None:
         with open_small(store_dir, segments=4, writers_max=2) as one:

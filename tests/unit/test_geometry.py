@@ -171,3 +171,16 @@ def test_fragments_must_have_one_shape() -> None:
         PageFragments(address, np.array([1, 2], np.uint64))
     with pytest.raises(ValueError):
         PageFragments(address.ravel(), np.array([1, 2], np.uint64))
+
+
+@pytest.mark.parametrize(
+    ("address", "length"), [(np.int64, np.uint64), (np.uint64, np.int64), (np.uint64, np.uint32)]
+)
+def test_fragments_must_have_the_types_of_a_batch(address: type, length: type) -> None:
+    with pytest.raises(ValueError, match="uint64"):
+        PageFragments(np.ones((2, 1), address), np.ones(1, length))
+
+
+def test_a_fragment_without_bytes_is_refused() -> None:
+    with pytest.raises(ValueError, match="length 0"):
+        PageFragments(np.ones((2, 2), np.uint64), np.array([8, 0], np.uint64))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import threading
 from pathlib import Path
 
@@ -22,9 +23,11 @@ from store_kit import (
 )
 
 from tutti_core import PageKeys, PrefixStore, StoreFullError, hashing
+from tutti_core.errors import device_error
 from tutti_core.index.catalog import Catalog
 from tutti_core.index.radix import Locations
 from tutti_core.testing import Fault
+from tutti_core.tiers import manager as manager_module
 
 SLOTS = 16  # pages in a small store of two segments
 
@@ -73,6 +76,37 @@ class TestEviction:
         assert all(pages.save(first))
         assert all(pages.save(second))
         assert (pages.match(first), pages.match(second)) == (6, 16)
+
+    def test_a_page_under_two_chains_is_evicted_once(self, store_dir: Path) -> None:
+        """An engine that leaves ancestors out gives a page a second place in the tree."""
+        with open_small(store_dir, segments=4) as store:
+            pages, keys = client(store), run("a", 6)
+            assert all(pages.save(keys))
+            assert pages.match(PageKeys(keys.part(2, 6), 16)) == 4
+            assert all(pages.save(run("b", 26))) and all(pages.save(run("c", 26)))
+            check_space(store)
+
+    def test_pages_of_others_do_not_hold_the_lock(self, store, monkeypatch) -> None:
+        pages, foreign = client(store), run("foreign", 1000)
+        where = Locations.absent(1000)
+        where.slot[:] = np.arange(1000, dtype=np.uint64) | np.uint64(99 << 32)
+        manager, looked_at, between = store._manager, [0], [0]
+        manager._entries[pages.name].pages.insert(foreign.data, 0, True, where, 0)
+        oldest, pause = manager._oldest, manager_module.time.sleep
+
+        def counted():
+            looked_at[-1] += 1
+            return oldest()
+
+        def other_thread(seconds: float) -> None:
+            between[0] += not manager.lock.locked()
+            looked_at.append(0)
+            pause(seconds)
+
+        monkeypatch.setattr(manager, "_oldest", counted)
+        monkeypatch.setattr(manager_module.time, "sleep", other_thread)
+        assert all(pages.save(run("a", SLOTS))) and all(pages.save(run("b", SLOTS)))
+        assert between[0] > 15 and max(looked_at) <= manager_module.EVICTION_STEP_PAGES
 
     def test_pages_of_another_size_make_room(self, store) -> None:
         small, large = client(store), client(store, model="large", page_bytes=3 * PAGE)
@@ -267,6 +301,19 @@ class TestCatalogTrouble:
             )
             assert pages.save(run("a", SLOTS))[left:] == [False] * (SLOTS - left)
         assert all(pages.save(run("b", 8)))
+
+    def test_a_passing_trouble_does_not_make_the_store_smaller(self, store, monkeypatch) -> None:
+        pages = client(store)
+
+        def refuse(self: Catalog, *arguments: object) -> None:
+            raise device_error("commit", errno.EIO)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Catalog, "publish", refuse)
+            assert pages.save(run("a", 1)) == [False]
+        for name in ("b", "c"):
+            assert all(pages.save(run(name, SLOTS // 2)))
+        assert pages.match(run("b", SLOTS // 2)) == SLOTS // 2
 
     def test_clear_reports_a_catalog_that_refuses(self, store, monkeypatch) -> None:
         pages = client(store)

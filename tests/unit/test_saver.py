@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import threading
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,7 @@ from store_kit import (
     small_config,
 )
 
-from tutti_core import BusyError, PageKeys, PrefixStore
+from tutti_core import BusyError, InternalError, PageKeys, PrefixStore
 from tutti_core.testing import FOREVER, Fault
 
 
@@ -129,6 +130,19 @@ def test_a_transport_that_stays_busy_is_given_up(store_dir: Path) -> None:
         check_space(store)
 
 
+def test_many_small_saves_leave_batches_to_the_loads(store_dir: Path) -> None:
+    with open_faulty(store_dir, segments=64) as (store, devices):
+        pages = client(store)
+        assert all(pages.save(run("stored", 1)))
+        with devices.held():
+            first = pages.pages.save(run("first", 1), bytes(PAGE))
+            poll(lambda: not store._saver._jobs, "the first save is being written")
+            rest = [pages.pages.save(run(i, 1), bytes(PAGE)) for i in range(400)]
+        assert all(pages.load(run("stored", 1)))
+        assert first.wait(20).all() and all(t.wait(20).all() for t in rest)
+        assert "loads_refused_busy" not in store.stats().counters
+
+
 def test_a_stalled_write_is_reported_as_failed_and_its_slot_comes_back_late(store_dir) -> None:
     with open_faulty(store_dir, io_timeout_s=0.05) as (store, devices):
         pages = client(store)
@@ -221,6 +235,34 @@ def test_an_internal_error_answers_everybody_and_leaves_stored_pages_readable(
         assert not any(pages.save(run("c", 4)))
         assert store.stats().counters["internal_errors"] == 1
         assert all(pages.load(run("a", 4))) and pages.match(run("b", 4)) == 0
+
+
+def test_a_clear_that_an_internal_error_prevents_says_so(store_dir: Path, monkeypatch) -> None:
+    with open_faulty(store_dir) as (store, devices):
+        pages = client(store)
+        assert all(pages.save(run("a", 4)))
+
+        def broken(*_: object) -> None:
+            raise RuntimeError("an invariant broke")
+
+        monkeypatch.setattr(store._manager, "publish", broken)
+        errors: list[Exception] = []
+
+        def clear() -> None:
+            try:
+                pages.pages.clear()
+            except InternalError as error:
+                errors.append(error)
+
+        with devices.held():
+            ticket = pages.pages.save(run("b", 1), bytes(PAGE))
+            poll(lambda: not store._saver._jobs, "the save is being written")
+            thread = threading.Thread(target=clear)
+            thread.start()
+            poll(lambda: bool(store._saver._jobs) or not thread.is_alive(), "the clear is queued")
+        thread.join(20)
+        assert len(errors) == 1 and not ticket.wait(20).any()
+        assert pages.match(run("a", 4)) == 4
 
 
 def test_pages_are_named_by_chains_in_these_tests() -> None:

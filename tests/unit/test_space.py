@@ -65,7 +65,7 @@ def test_taken_slots_are_not_handed_out(space) -> None:
     assert space.allocate(9, 4096).tolist() == [slot(0, i) for i in (1, 3, 4, 5, 6, 7)]
     slots = np.array([slot(0, 0), slot(0, 2), slot(0, 1), slot(7, 0)], U64)
     assert space.holds(slots, np.array([5, 7, 0, 1], U64)).tolist() == [True, False, False, True]
-    assert space.owns(slots).tolist() == [True, True, True, False]
+    assert space.protects(slots, space.begin_load()).tolist() == [True, True, True, False]
 
 
 def test_a_slot_beyond_the_segment_as_it_is_cut_now_is_not_held(space) -> None:
@@ -151,7 +151,7 @@ def test_slots_of_others_are_ignored(space) -> None:
     foreign = np.array([slot(5, 1)], U64)
     space.give_up(foreign)
     space.retire(foreign)
-    assert space.owns(foreign).tolist() == [False] and space.used_bytes == 0
+    assert space.protects(foreign, space.begin_load()).tolist() == [False] and space.used_bytes == 0
 
 
 @pytest.mark.parametrize("change", ["commit", "cancel"])

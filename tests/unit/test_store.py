@@ -194,6 +194,13 @@ class TestMemory:
             pages.load(run("a", 2), bytearray(length))
         assert not pages.contains(run("a", 2)).any()
 
+    def test_more_fragments_than_a_batch_holds_are_refused(self, pages, monkeypatch) -> None:
+        monkeypatch.setattr("tutti_core.store.BATCH_FRAGMENTS_MAX", 3)
+        fragments = PageFragments(np.ones((2, 2), np.uint64), np.full(2, PAGE // 2, np.uint64))
+        for call in (pages.save, pages.load):
+            with pytest.raises(ValueError, match="more than 3 fragments"):
+                call(run("a", 2), fragments)
+
     @pytest.mark.parametrize(
         ("rows", "lengths"),
         [(1, [PAGE]), (3, [PAGE]), (2, [PAGE - 1]), (2, [PAGE, PAGE]), (2, [2048])],

@@ -204,7 +204,8 @@ class Catalog:
 
         Raises
             StoreClosedError: after `close`, which waits for the transactions that are open.
-            StoreFullError: the file has reached its bound; nothing was changed.
+            StoreFullError: the file has reached its bound; nothing was changed. `retryable` where
+                a reader that was killed kept old pages from being used again; they are free now.
             DeviceError: the file system refused; nothing was changed.
         """
         shared = self._shared
@@ -221,7 +222,11 @@ class Catalog:
             with shared.env.begin(write=write) as txn:
                 yield txn, shared
         except lmdb.MapFullError:
-            raise StoreFullError(f"the catalog in {self._key[1]} is full", scope="store") from None
+            raise StoreFullError(
+                f"the catalog in {self._key[1]} is full",
+                scope="store",
+                retryable=shared.env.reader_check() > 0,
+            ) from None
         except lmdb.Error as error:
             code = max(getattr(error, "code", 0), 0) or 5  # LMDB's own codes are negative
             raise device_error("commit", code, device=self._key[1], hint=str(error)) from None

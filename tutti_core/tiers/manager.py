@@ -26,14 +26,13 @@ import numpy as np
 import numpy.typing as npt
 
 from tutti_core import hashing
-from tutti_core.errors import DeviceError, StoreFullError
+from tutti_core.errors import DeviceError, StoreClosedError, StoreFullError
 from tutti_core.format import DATA_OFFSET_BYTES, SegmentEntry
 from tutti_core.index.catalog import (
     Catalog,
     NewPages,
     Records,
     page_keys_of,
-    slot_of,
     slots_of_records,
 )
 from tutti_core.index.pages import Evictable, NamespacePages
@@ -52,12 +51,18 @@ U64 = npt.NDArray[np.uint64]
 EVICTION_BATCH_PAGES_MAX = 256
 """Pages evicted beyond the need at hand, so that a catalog commit serves many saves."""
 
+EVICTION_STEP_PAGES = 64
+"""Pages looked at under the lock at a time, those of other processes included."""
+
+_EVICTION_PAUSE_S = 1e-5  # between two steps: lets whoever waits for the lock have it
+
 CONDEMNED_MAX = 65_536
 """Unreadable pages that are remembered, so that a look-up that raced with the removal of their
 records does not offer them again. Generations are never used twice."""
 
 _RESTORE_CHUNK = 8192
 _SEGMENT_CANDIDATES_MAX = 64
+_DISK_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _DISK_FULL_PAUSE_S = 10.0
 _CLAIM_PAUSE_S = 1.0
 """How long to leave the catalog in peace after it had no segment to give."""
@@ -103,11 +108,11 @@ class Manager:
         self._lease = lease
         self._lease_folder = lease_folder
         self._owned_max = owned_max
-        self._unscanned = [
-            number
+        self._unscanned = {  # segments of this lease that are not in the space map yet
+            number: entry
             for number, entry in catalog.segments().items()
             if entry.lease == lease.number and number < layout.segment_count
-        ]
+        }
         self._clock = catalog.sequence() + 1  # newer than every restored page
         self._adopted: set[int] = set()  # of `_unscanned`, those whose pages the trees lack
         self._condemned: dict[int, None] = {}  # generations of unreadable pages, latest last
@@ -213,18 +218,29 @@ class Manager:
         return where
 
     def still_there(
-        self, entry: Entry, keys: bytes, index: npt.NDArray[np.intp], where: Locations
+        self,
+        entry: Entry,
+        keys: bytes,
+        index: npt.NDArray[np.intp],
+        where: Locations,
+        started: int,
     ) -> npt.NDArray[np.bool_]:
-        """Whether the pages at `index` of a chain are unchanged after they were read.
+        """Whether the pages at `index` of a chain are unchanged after a load has read them.
 
-        Pages in segments of this process are protected while they are read; those of others may
-        have been evicted and overwritten meanwhile, which shows in the generation.
+        Pages in segments that were this process's when the load began are protected while they are
+        read; others may have been evicted and overwritten meanwhile, which shows in the generation.
+        What the catalog cannot confirm counts as changed.
         """
         with self.lock:
-            foreign = np.flatnonzero(~self.space.owns(where.slot))
+            foreign = np.flatnonzero(~self.space.protects(where.slot, started))
         valid = np.ones(len(where), dtype=np.bool_)
         if len(foreign):
-            found, records = self.catalog.lookup(self.record_keys(entry, keys, index[foreign]))
+            valid[foreign] = False
+            try:
+                found, records = self.catalog.lookup(self.record_keys(entry, keys, index[foreign]))
+            except (DeviceError, StoreClosedError) as error:
+                self._note_catalog_error(error)
+                return valid
             same = slots_of_records(records) == where.slot[foreign]
             valid[foreign] = found & same & (records["generation"] == where.generation[foreign])
         return valid
@@ -329,7 +345,7 @@ class Manager:
         return (segment % pools).astype(np.uint32), offset
 
     def _note_catalog_error(self, error: Exception) -> None:
-        logger.warning("the catalog could not be changed: %s", error)
+        logger.warning("the catalog refused: %s", error)
         self.count("catalog_errors", 1)
 
     def _more_space(
@@ -370,23 +386,20 @@ class Manager:
         """Read the slot map of one more segment that this lease owns already."""
         if not self._unscanned:
             return False
-        self._take_over(self._unscanned.pop())
+        self._take_over(*self._unscanned.popitem())
         return True
 
-    def _take_over(self, number: int) -> None:
+    def _take_over(self, number: int, entry: SegmentEntry) -> None:
         """Put an owned segment into the space map, with the slots that the catalog has as used."""
-        entry = self.catalog.segments()[number]
         slot_bytes = entry.slot_blocks * BLOCK_BYTES
         used = self.catalog.slots_of(number)
-        taken: dict[int, int] = {}
-        lost: dict[int, bytes] = {}
         found, records = self.catalog.lookup(b"".join(used.values()))
-        for i, (slot, record_key) in enumerate(used.items()):
-            fits = (slot + 1) * slot_bytes <= self.layout.segment_bytes
-            if found[i] and fits and slot_of(records[i]) == number << 32 | slot:
-                taken[slot] = int(records[i]["generation"])
-            else:
-                lost[slot] = record_key
+        slots = np.fromiter(used, dtype=np.uint64, count=len(used))
+        good = found & (slots < self.layout.segment_bytes // slot_bytes)
+        good &= slots_of_records(records) == slots | np.uint64(number << 32)
+        generations = records["generation"][good].tolist()
+        taken = dict(zip(slots[good].tolist(), generations, strict=True))
+        lost = {slot: key for slot, key in used.items() if slot not in taken}
         if lost:
             self.catalog.remove_slots(number, lost)
             self.count("slots_reclaimed", len(lost))
@@ -434,7 +447,7 @@ class Manager:
         return True
 
     def _note_disk_full(self, error: OSError) -> None:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        if error.errno not in _DISK_FULL:
             self.count("preallocation_errors", 1)
         self.count("disk_full", 1)
         self._no_claims_until_s = time.monotonic() + _DISK_FULL_PAUSE_S
@@ -450,7 +463,8 @@ class Manager:
             empty = self.space.empty_segments(other_than=slot_bytes)
             if not empty:
                 return False
-        old = self.catalog.segments()[empty[0]]
+            was = self.space.segments[empty[0]].slot_bytes
+        old = SegmentEntry(self._lease.number, was // BLOCK_BYTES)
         new = SegmentEntry(self._lease.number, slot_bytes // BLOCK_BYTES)
         if not self.catalog.reassign_segment(empty[0], old, new):
             return False
@@ -478,7 +492,7 @@ class Manager:
                         continue
                     new = SegmentEntry(self._lease.number, old.slot_blocks)
                     if self.catalog.reassign_segment(segment, old, new):
-                        self._unscanned.append(segment)
+                        self._unscanned[segment] = new
                         self._adopted.add(segment)
                         owned += 1
                         adopted = True
@@ -505,21 +519,31 @@ class Manager:
         with self.lock:
             total = self.space.slot_count(slot_bytes)
             count = max(count, min(EVICTION_BATCH_PAGES_MAX, total // 32))
-            others = self.layout.segment_bytes // BLOCK_BYTES
-            entry.pages.guard(chain)
-            while count > 0 and others > 0 and (choice := self._oldest()) is not None:
-                owner, page = choice
-                owner.pages.forget(page)
-                if not self.space.holds_page(page.slot, page.generation):
-                    continue  # another process's page, which only it can evict; or one that is gone
-                victims.append((owner.record_keys(page.key), page.slot, page.generation))
-                if slot_bytes is None or owner.slot_bytes == slot_bytes:
-                    count -= 1
-                else:
-                    others -= owner.slot_bytes // BLOCK_BYTES
-            entry.pages.unguard()
-            # A look-up that still finds a record must not revive it.
-            self.space.retire(np.array([slot for _, slot, _ in victims], dtype=np.uint64))
+        others = self.layout.segment_bytes // BLOCK_BYTES
+        left = True
+        while left and count > 0 and others > 0:
+            with self.lock:
+                entry.pages.guard(chain)
+                for _ in range(EVICTION_STEP_PAGES):
+                    if count <= 0 or others <= 0:
+                        break
+                    choice = self._oldest()
+                    if choice is None:
+                        left = False
+                        break
+                    owner, page = choice
+                    owner.pages.forget(page)
+                    # Retired at once: a look-up that still finds the record must not revive it, and
+                    # a page that stands under two chains goes once.
+                    if not self.space.retire_page(page.slot, page.generation):
+                        continue  # another process's, which only it can evict; or one that is gone
+                    victims.append((owner.record_keys(page.key), page.slot, page.generation))
+                    if slot_bytes is None or owner.slot_bytes == slot_bytes:
+                        count -= 1
+                    else:
+                        others -= owner.slot_bytes // BLOCK_BYTES
+                entry.pages.unguard()
+            time.sleep(_EVICTION_PAUSE_S)
         if not victims and not self._unremoved:
             return False
         self._remove_retired(victims)
@@ -561,7 +585,9 @@ class Manager:
             published = self.catalog.publish([pages for *_, pages in groups])
         except (StoreFullError, DeviceError) as error:
             self._note_catalog_error(error)
-            self.catalog.note_full()
+            # A passing trouble must not make the store smaller.
+            if error.errno in _DISK_FULL or not error.retryable:
+                self.catalog.note_full()
             for *_, pages in groups:
                 self.cancel(pages.slot)
             return [np.zeros(len(pages.slot), dtype=np.bool_) for *_, pages in groups]

@@ -18,17 +18,19 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from tutti_core.errors import BusyError, DeviceError, StoreFullError
+from tutti_core.errors import BusyError, DeviceError, InternalError, StoreFullError
 from tutti_core.format import ROOT_PARENT, UNKNOWN_PARENT
 from tutti_core.geometry import PageFragments
 from tutti_core.index.catalog import RECORD_KEY_BYTES, NewPages
-from tutti_core.io.transport import Batch, BatchResult, Op, Transport
+from tutti_core.io.transport import BATCHES_IN_FLIGHT_MAX, Batch, BatchResult, Op, Transport
 from tutti_core.tiers.manager import Entry, Manager
 
 logger = logging.getLogger("tutti")
 
 GROUP_PAGES_MAX = 4096
 GROUP_BYTES_MAX = 512 << 20
+GROUP_JOBS_MAX = BATCHES_IN_FLIGHT_MAX // 4
+"""Each job is a batch, and two groups are in flight: half of the batches are left to the loads."""
 JOBS_MAX = 4096
 
 Indices = npt.NDArray[np.intp]
@@ -184,6 +186,7 @@ class Saver:
         self._stopping = False
         self._failed = False
         self._stuck: list[_Writing] = []
+        self._unanswered: list[Job] = []  # keeps the memory of their transfers alive
         self._thread = threading.Thread(target=self._run, name="tutti-saver", daemon=True)
         self._thread.start()
 
@@ -222,7 +225,7 @@ class Saver:
             if group is None:
                 break
             try:
-                started = self._start([job for job in group if isinstance(job, SaveJob)], writing)
+                started = self._start([job for job in group if isinstance(job, SaveJob)])
                 self._finish(writing)
                 writing = started
                 for job in group:
@@ -242,7 +245,7 @@ class Saver:
                 return None if wait else []
             group: list[Job] = []
             pages = size = 0
-            while self._jobs:
+            while self._jobs and len(group) < GROUP_JOBS_MAX:
                 job = self._jobs[0]
                 if not isinstance(job, SaveJob):
                     if not group:
@@ -255,7 +258,7 @@ class Saver:
                 group.append(self._jobs.popleft())
             return group
 
-    def _start(self, jobs: list[SaveJob], before: list[_Writing]) -> list[_Writing]:
+    def _start(self, jobs: list[SaveJob]) -> list[_Writing]:
         """Reserve space for a group and start writing it."""
         started: list[_Writing] = []
         for job in jobs:
@@ -274,7 +277,7 @@ class Saver:
             if len(slots) == 0:
                 self._end(job)
                 continue
-            writing = self._submit(job, slots, [*before, *started])
+            writing = self._submit(job, slots)
             if writing is None:
                 self._manager.count("pages_refused_busy", len(slots))
                 self._manager.cancel(slots)
@@ -283,9 +286,7 @@ class Saver:
                 started.append(writing)
         return started
 
-    def _submit(
-        self, job: SaveJob, slots: npt.NDArray[np.uint64], before: list[_Writing]
-    ) -> _Writing | None:
+    def _submit(self, job: SaveJob, slots: npt.NDArray[np.uint64]) -> _Writing | None:
         device, offset = self._manager.extents(slots, job.entry.slot_bytes)
         batch = page_batch(Op.WRITE, device, offset, job.fragments, len(slots), True)
         deadline_s = time.monotonic() + self._io_timeout_s
@@ -386,10 +387,12 @@ class Saver:
             self._failed = True
             left = [*group, *self._jobs, *(w.job for w in writing)]
             self._jobs.clear()
+        self._unanswered = left
         for job in left:
             if isinstance(job, SaveJob):
                 job.ticket.finish()
-            elif isinstance(job, ClearJob):
+            elif isinstance(job, ClearJob) and not job.done.is_set():
+                job.error = InternalError("the store has stopped saving", op="clear")
                 job.done.set()
         self._fail()
 

@@ -25,7 +25,7 @@ _RESERVED = (1 << 64) - 1
 class Segment:
     """One owned segment, cut into `slot_count` slots of `slot_bytes`."""
 
-    __slots__ = ("free_count", "generation", "pool", "segment", "slot_bytes")
+    __slots__ = ("free_count", "generation", "owned_since", "pool", "segment", "slot_bytes")
 
     def __init__(self, segment: int, pool: int, slot_bytes: int, slot_count: int) -> None:
         self.segment = segment
@@ -33,6 +33,7 @@ class Segment:
         self.slot_bytes = slot_bytes
         self.generation: U64 = np.zeros(slot_count, dtype=np.uint64)  # 0 is free
         self.free_count = slot_count
+        self.owned_since = 0  # on the clock of the loads
 
 
 class Space:
@@ -60,6 +61,8 @@ class Space:
         for slot, generation in (taken or {}).items():
             piece.generation[slot] = generation
         piece.free_count -= len(taken or {})
+        self._clock += 1
+        piece.owned_since = self._clock
         self.segments[segment] = piece
         if piece.free_count:
             self._with_space.setdefault((slot_bytes, pool), {})[segment] = piece
@@ -138,6 +141,13 @@ class Space:
         for piece, index, _ in self._by_segment(slots):
             piece.generation[index] = _RESERVED
 
+    def retire_page(self, slot: int, generation: int) -> bool:
+        """`retire` one slot if it is owned and holds that generation; False: it is left alone."""
+        if not self.holds_page(slot, generation):
+            return False
+        self.segments[slot >> 32].generation[slot & 0xFFFFFFFF] = _RESERVED
+        return True
+
     def give_up(self, slots: U64) -> None:
         """The records of these slots are gone; free them when no reader can be at them."""
         if len(slots) == 0:
@@ -155,11 +165,15 @@ class Space:
             result[chosen] = held & (index <= last)
         return result
 
-    def owns(self, slots: U64) -> npt.NDArray[np.bool_]:
-        """Whether each slot lies in an owned segment."""
+    def protects(self, slots: U64, start: int) -> npt.NDArray[np.bool_]:
+        """Whether no slot could be handed out again since the load that began at `start`.
+
+        False where the segment is another owner's, and where it came into this one's hands later:
+        what its former owner gave up is free without waiting for this load.
+        """
         result = np.zeros(len(slots), dtype=np.bool_)
-        for _, _, chosen in self._by_segment(slots):
-            result[chosen] = True
+        for piece, _, chosen in self._by_segment(slots):
+            result[chosen] = piece.owned_since < start
         return result
 
     # ---- loads ----
