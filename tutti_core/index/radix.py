@@ -111,6 +111,7 @@ class RadixTree:
         self.root = Node(0, None)
         self.leaves: SortedDict = SortedDict()  # (last_use, serial) -> Node
         self.page_count = 0
+        self._parked: dict[int, Node] = {}  # by serial; out of `leaves` until unparked
         self._serial = 0
 
     # ---- reading ----
@@ -273,7 +274,7 @@ class RadixTree:
                 node.children = {}
             node.children[keys[: self.width]] = child
             node = child
-        node.parked = False  # whatever was pinned is not the last page any more
+        self._forget_parking(node)  # whatever was pinned is not the last page any more
         self._list_leaf(node)
         gaps = int(np.count_nonzero(pages.slot == NO_SLOT))
         node.keys += keys
@@ -318,11 +319,12 @@ class RadixTree:
                 del node.slots[length:]
                 del node.checksums[length:]
                 del node.generations[length:]
-                node.parked = False
+                self._forget_parking(node)
                 self._list_leaf(node)
                 return
             parent = node.parent
             self._unlist_leaf(node)
+            self._forget_parking(node)
             assert parent.children is not None
             del parent.children[bytes(node.keys[: self.width])]
             if not parent.children:
@@ -360,17 +362,22 @@ class RadixTree:
         """Take a leaf out of the eviction order (its last page is pinned or guarded)."""
         self._unlist_leaf(leaf)
         leaf.parked = True
+        self._parked[leaf.serial] = leaf
 
     def unpark(self, node: Node) -> None:
         """Put a node that was parked back into the eviction order."""
         if node.parked:
-            node.parked = False
+            self._forget_parking(node)
             self._list_leaf(node)
 
     def unpark_all(self) -> None:
-        """Put all parked leaves back into the eviction order. O(nodes)."""
-        for node in self.nodes():
+        """Put all parked leaves back into the eviction order. O(parked leaves)."""
+        for node in list(self._parked.values()):
             self.unpark(node)
+
+    def _forget_parking(self, node: Node) -> None:
+        node.parked = False
+        self._parked.pop(node.serial, None)
 
     def _list_leaf(self, node: Node) -> None:
         if not node.children and not node.parked:
@@ -448,7 +455,10 @@ class RadixTree:
             pages += len(node) - node.gaps
             if not node.children:
                 assert node.slots[-1] != NO_SLOT
+                assert node.parked == (self._parked.get(node.serial) is node)
                 if not node.parked:
                     leaves[node.last_use, node.serial] = node
+            else:
+                assert not node.parked or self._parked.get(node.serial) is node
         assert pages == self.page_count
         assert dict(self.leaves) == leaves

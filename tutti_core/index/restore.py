@@ -27,7 +27,7 @@ def build_pages(width: int, record_keys: bytes, records: Records) -> NamespacePa
         record_keys: packed keys of the records, in rising order, as the catalog yields them.
     Pages whose chain does not reach a first page become loose. A page's generation serves as its
     last use, so that older pages are evicted first.
-    Cost       O(n log n) array work, and Python work per branch, not per page.
+    Cost       O(n log n) array work, and one step of Python per page to follow the runs.
     """
     pages = NamespacePages(width)
     if len(records) == 0:

@@ -118,6 +118,7 @@ class Manager:
         self._condemned: dict[int, None] = {}  # generations of unreadable pages, latest last
         self._unremoved: list[tuple[bytes, int, int]] = []  # retired, but the catalog said no
         self._no_claims_until_s = 0.0
+        self._no_opening_until_s = 0.0
         self._no_adoption_until_s = 0.0
         self._stopping = False
 
@@ -376,11 +377,13 @@ class Manager:
         """See that every pool has room while there is unclaimed space, so that pages stripe."""
         with self.lock:
             have = self.space.pools_with_space(slot_bytes)
-        claims = time.monotonic() >= self._no_claims_until_s
-        if len(have) < self.layout.pool_count and claims and not self._unscanned:
-            for pool in range(self.layout.pool_count):
-                if pool not in have:
-                    self._claim_segment(slot_bytes, pool)
+        now_s = time.monotonic()
+        pause = now_s < max(self._no_claims_until_s, self._no_opening_until_s)
+        if len(have) == self.layout.pool_count or pause or self._unscanned:
+            return
+        for pool in range(self.layout.pool_count):
+            if pool not in have and not self._claim_segment(slot_bytes, pool):
+                self._no_opening_until_s = now_s + _CLAIM_PAUSE_S
 
     def _scan_own_segment(self) -> bool:
         """Read the slot map of one more segment that this lease owns already."""

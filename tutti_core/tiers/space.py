@@ -273,16 +273,15 @@ class Space:
     ) -> list[tuple[Segment, npt.NDArray[np.intp], npt.NDArray[np.intp]]]:
         """Group slot ids by owned segment: (segment, slot indices, positions in `slots`)."""
         number = (slots >> np.uint64(32)).astype(np.intp)
+        index = (slots & np.uint64(0xFFFFFFFF)).astype(np.intp)
+        order = np.argsort(number, kind="stable")
+        ordered = number[order]
+        cuts = np.flatnonzero(ordered[1:] != ordered[:-1]) + 1
         groups = []
-        ordered = np.sort(number)
-        new = np.ones(len(ordered), dtype=np.bool_)
-        new[1:] = ordered[1:] != ordered[:-1]
-        for segment in ordered[new]:
-            piece = self.segments.get(int(segment))
+        for chosen in np.split(order, cuts) if len(order) else ():
+            piece = self.segments.get(int(number[chosen[0]]))
             if piece is not None:
-                chosen = np.flatnonzero(number == segment)
-                index = (slots[chosen] & np.uint64(0xFFFFFFFF)).astype(np.intp)
-                groups.append((piece, index, chosen))
+                groups.append((piece, index[chosen], chosen))
         return groups
 
 
