@@ -88,6 +88,9 @@ class InternalError(TuttiError):
     """An invariant of ours broke; stop using the store and report it."""
 
 
+DISK_FULL = {codes.ENOSPC, codes.EDQUOT, codes.EFBIG}
+"""Error numbers of a file system, quota or limit that gives no more space."""
+
 _RETRYABLE = {
     codes.EAGAIN, codes.EINTR, codes.EIO, codes.ENOMEM, codes.ENOSPC, codes.EDQUOT, codes.ETIMEDOUT
 }  # fmt: skip

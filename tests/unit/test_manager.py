@@ -28,6 +28,7 @@ from tutti_core.index.catalog import Catalog
 from tutti_core.index.radix import Locations
 from tutti_core.testing import Fault
 from tutti_core.tiers import manager as manager_module
+from tutti_core.tiers import segments as segments_module
 
 SLOTS = 16  # pages in a small store of two segments
 
@@ -428,7 +429,6 @@ def test_pages_are_striped_over_the_pools(fast_path: Path) -> None:
 def test_a_disk_that_is_full_below_the_capacity_makes_room_by_evicting(
     store_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from tutti_core.tiers import manager
 
     with open_small(store_dir, segments=4) as store:
         pages = client(store)
@@ -437,7 +437,7 @@ def test_a_disk_that_is_full_below_the_capacity_makes_room_by_evicting(
         def full(layout: object, segment: int) -> None:
             raise OSError(28, "No space left on device")
 
-        monkeypatch.setattr(manager, "preallocate_segment", full)
+        monkeypatch.setattr(segments_module, "preallocate_segment", full)
         assert all(pages.save(run("b", 6)))
         assert (pages.match(run("a", 8)), pages.match(run("b", 6))) == (2, 6)
         assert store.stats().counters["disk_full"] == 1

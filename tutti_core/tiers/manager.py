@@ -12,7 +12,6 @@ Order that keeps a page bit-exact or a miss
 
 from __future__ import annotations
 
-import errno
 import json
 import logging
 import threading
@@ -26,8 +25,8 @@ import numpy as np
 import numpy.typing as npt
 
 from tutti_core import hashing
-from tutti_core.errors import DeviceError, StoreClosedError, StoreFullError
-from tutti_core.format import DATA_OFFSET_BYTES, SegmentEntry
+from tutti_core.errors import DISK_FULL, DeviceError, StoreClosedError, StoreFullError
+from tutti_core.format import DATA_OFFSET_BYTES
 from tutti_core.index.catalog import (
     Catalog,
     NewPages,
@@ -40,8 +39,9 @@ from tutti_core.index.radix import NO_SLOT, Locations
 from tutti_core.index.restore import build_pages
 from tutti_core.io.transport import BLOCK_BYTES
 from tutti_core.keys import Namespace
-from tutti_core.tiers.lease import Lease, try_lease
-from tutti_core.tiers.pools import Layout, preallocate_segment
+from tutti_core.tiers.lease import Lease
+from tutti_core.tiers.pools import Layout
+from tutti_core.tiers.segments import Segments
 from tutti_core.tiers.space import Space
 
 logger = logging.getLogger("tutti")
@@ -61,11 +61,6 @@ CONDEMNED_MAX = 65_536
 records does not offer them again. Generations are never used twice."""
 
 _RESTORE_CHUNK = 8192
-_SEGMENT_CANDIDATES_MAX = 64
-_DISK_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
-_DISK_FULL_PAUSE_S = 10.0
-_CLAIM_PAUSE_S = 1.0
-"""How long to leave the catalog in peace after it had no segment to give."""
 
 
 @dataclass(slots=True)
@@ -105,21 +100,12 @@ class Manager:
         self.counters: Counter[str] = Counter()
         self._counters_lock = threading.Lock()
         self._entries: dict[bytes, Entry] = {}
-        self._lease = lease
-        self._lease_folder = lease_folder
-        self._owned_max = owned_max
-        self._unscanned = {  # segments of this lease that are not in the space map yet
-            number: entry
-            for number, entry in catalog.segments().items()
-            if entry.lease == lease.number and number < layout.segment_count
-        }
+        self._segments = Segments(
+            layout, catalog, lease, lease_folder, owned_max, self.space, self.lock, self.count
+        )
         self._clock = catalog.sequence() + 1  # newer than every restored page
-        self._adopted: set[int] = set()  # of `_unscanned`, those whose pages the trees lack
         self._condemned: dict[int, None] = {}  # generations of unreadable pages, latest last
         self._unremoved: list[tuple[bytes, int, int]] = []  # retired, but the catalog said no
-        self._no_claims_until_s = 0.0
-        self._no_opening_until_s = 0.0
-        self._no_adoption_until_s = 0.0
         self._stopping = False
 
     def count(self, name: str, amount: int) -> None:
@@ -317,7 +303,7 @@ class Manager:
         deadline_s = time.monotonic() + wait_s
         try:
             self._make_room_in_catalog(entry, chain, count)
-            self._open_pools(entry.slot_bytes)
+            self._segments.open_pools(entry.slot_bytes)
             while count:
                 with self.lock:
                     slots = self.space.allocate(count, entry.slot_bytes)
@@ -353,9 +339,9 @@ class Manager:
         self, entry: Entry, chain: bytes, count: int, sweep: Callable[[], None], deadline_s: float
     ) -> bool:
         """Find more free slots of this size by the cheapest means left; False if there is none."""
-        if self._scan_own_segment() or self._claim_segment(entry.slot_bytes, None):
+        if self._scan_segment() or self._segments.claim(entry.slot_bytes, None):
             return True
-        if self._adopt_segments():
+        if self._segments.adopt():
             return True
         sweep()
         with self.slots_returned:
@@ -373,44 +359,14 @@ class Manager:
                 return True
         return self._evict(entry, chain, count, entry.slot_bytes)
 
-    def _open_pools(self, slot_bytes: int) -> None:
-        """See that every pool has room while there is unclaimed space, so that pages stripe."""
-        with self.lock:
-            have = self.space.pools_with_space(slot_bytes)
-        now_s = time.monotonic()
-        pause = now_s < max(self._no_claims_until_s, self._no_opening_until_s)
-        if len(have) == self.layout.pool_count or pause or self._unscanned:
-            return
-        for pool in range(self.layout.pool_count):
-            if pool not in have and not self._claim_segment(slot_bytes, pool):
-                self._no_opening_until_s = now_s + _CLAIM_PAUSE_S
-
-    def _scan_own_segment(self) -> bool:
-        """Read the slot map of one more segment that this lease owns already."""
-        if not self._unscanned:
+    def _scan_segment(self) -> bool:
+        """Put one more segment that this process owns into the space map; False if all are."""
+        scanned = self._segments.scan_one()
+        if scanned is None:
             return False
-        self._take_over(*self._unscanned.popitem())
+        if len(scanned.adopted_records):
+            self._learn(scanned.adopted_keys, scanned.adopted_records)
         return True
-
-    def _take_over(self, number: int, entry: SegmentEntry) -> None:
-        """Put an owned segment into the space map, with the slots that the catalog has as used."""
-        slot_bytes = entry.slot_blocks * BLOCK_BYTES
-        used = self.catalog.slots_of(number)
-        found, records = self.catalog.lookup(b"".join(used.values()))
-        slots = np.fromiter(used, dtype=np.uint64, count=len(used))
-        good = found & (slots < self.layout.segment_bytes // slot_bytes)
-        good &= slots_of_records(records) == slots | np.uint64(number << 32)
-        generations = records["generation"][good].tolist()
-        taken = dict(zip(slots[good].tolist(), generations, strict=True))
-        lost = {slot: key for slot, key in used.items() if slot not in taken}
-        if lost:
-            self.catalog.remove_slots(number, lost)
-            self.count("slots_reclaimed", len(lost))
-        with self.lock:
-            self.space.add(number, number % self.layout.pool_count, slot_bytes, taken)
-        if number in self._adopted:
-            self._adopted.discard(number)
-            self._learn(np.array(list(used.values()), dtype="V16")[found], records[found])
 
     def _learn(self, record_keys: npt.NDArray[np.void], records: Records) -> None:
         """Put the pages of an adopted segment into the trees, from where they can be evicted."""
@@ -425,84 +381,6 @@ class Manager:
                 entry = self._entry(digest, int(description["page_bytes"]), width)
                 entry.pages.absorb(learnt)
 
-    def _claim_segment(self, slot_bytes: int, pool: int | None) -> bool:
-        """Take an unassigned segment, or turn an empty one of ours to this slot size."""
-        if time.monotonic() < self._no_claims_until_s:
-            return self._recycle_segment(slot_bytes)
-        assigned = self.catalog.segments()
-        step = self.layout.pool_count if pool is not None else 1
-        free = (s for s in range(pool or 0, self.layout.segment_count, step) if s not in assigned)
-        candidates = [s for s, _ in zip(free, range(_SEGMENT_CANDIDATES_MAX), strict=False)]
-        wanted = SegmentEntry(self._lease.number, slot_bytes // BLOCK_BYTES)
-        number = self.catalog.claim_segment(candidates, wanted, self._owned_max)
-        if number is None:
-            if pool is None:
-                self._no_claims_until_s = time.monotonic() + _CLAIM_PAUSE_S
-            return self._recycle_segment(slot_bytes)
-        try:
-            preallocate_segment(self.layout, number)
-        except OSError as error:
-            self.catalog.free_segment(number)
-            self._note_disk_full(error)
-            return self._recycle_segment(slot_bytes)
-        with self.lock:
-            self.space.add(number, number % self.layout.pool_count, slot_bytes)
-        return True
-
-    def _note_disk_full(self, error: OSError) -> None:
-        if error.errno not in _DISK_FULL:
-            self.count("preallocation_errors", 1)
-        self.count("disk_full", 1)
-        self._no_claims_until_s = time.monotonic() + _DISK_FULL_PAUSE_S
-        logger.warning(
-            "the file system refuses more space below the configured capacity (%s); "
-            "evicting instead",
-            error.strerror,
-        )
-
-    def _recycle_segment(self, slot_bytes: int) -> bool:
-        with self.lock:
-            self.space.collect()
-            empty = self.space.empty_segments(other_than=slot_bytes)
-            if not empty:
-                return False
-            was = self.space.segments[empty[0]].slot_bytes
-        old = SegmentEntry(self._lease.number, was // BLOCK_BYTES)
-        new = SegmentEntry(self._lease.number, slot_bytes // BLOCK_BYTES)
-        if not self.catalog.reassign_segment(empty[0], old, new):
-            return False
-        with self.lock:
-            self.space.remove(empty[0])
-            self.space.add(empty[0], empty[0] % self.layout.pool_count, slot_bytes)
-        return True
-
-    def _adopt_segments(self) -> bool:
-        """Take over the segments of leases whose processes are gone, up to this process's share."""
-        if time.monotonic() < self._no_adoption_until_s:
-            return False
-        self._no_adoption_until_s = time.monotonic() + _CLAIM_PAUSE_S
-        segments = self.catalog.segments()
-        owned = sum(e.lease == self._lease.number for e in segments.values())
-        adopted = False
-        for number in {e.lease for e in segments.values()} - {self._lease.number}:
-            lease = try_lease(self._lease_folder, number)
-            if lease is None:
-                continue
-            try:
-                for segment, old in segments.items():
-                    known = segment < self.layout.segment_count  # else: grown by another process
-                    if old.lease != number or not known or owned >= self._owned_max:
-                        continue
-                    new = SegmentEntry(self._lease.number, old.slot_blocks)
-                    if self.catalog.reassign_segment(segment, old, new):
-                        self._unscanned[segment] = new
-                        self._adopted.add(segment)
-                        owned += 1
-                        adopted = True
-            finally:
-                lease.release()
-        return adopted
-
     # ---- eviction (saver thread) ----
     def _make_room_in_catalog(self, entry: Entry, chain: bytes, count: int) -> None:
         excess = self.catalog.record_count() + count - self.catalog.records_max
@@ -516,7 +394,7 @@ class Manager:
         Pages of another size go first where they are older; their segments are recycled when empty.
         """
         self.restored.wait()
-        while self._scan_own_segment():
+        while self._scan_segment():
             pass
         victims: list[tuple[bytes, int, int]] = []
         with self.lock:
@@ -589,7 +467,7 @@ class Manager:
         except (StoreFullError, DeviceError) as error:
             self._note_catalog_error(error)
             # A passing trouble must not make the store smaller.
-            if error.errno in _DISK_FULL or not error.retryable:
+            if error.errno in DISK_FULL or not error.retryable:
                 self.catalog.note_full()
             for *_, pages in groups:
                 self.cancel(pages.slot)
@@ -632,7 +510,7 @@ class Manager:
     def clear(self, entry: Entry) -> int:
         """Remove every page of a namespace; returns how many records went."""
         self.restored.wait()
-        while self._scan_own_segment():
+        while self._scan_segment():
             pass
         self._empty(entry)
         count = 0
