@@ -141,6 +141,10 @@ class PageFragments:
         """Bytes of one page."""
         return int(self.length_bytes.sum())
 
+    def part(self, start: int, stop: int) -> PageFragments:
+        """Pages start .. stop-1, as a view."""
+        return PageFragments(self.address[start:stop], self.length_bytes, self.owner)
+
     def select(self, pages: npt.NDArray[np.intp]) -> PageFragments:
         """The fragments of some of the pages, in the order given."""
         return PageFragments(self.address[pages], self.length_bytes, self.owner)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -45,6 +46,12 @@ logger = logging.getLogger("tutti.sglang")
 KEY_BYTES = 32  # SGLang's page keys are SHA-256
 STALL_LIMIT_S = 600.0
 """How long a load may hold the engine's memory before the store is given up."""
+
+GET_PART_BYTES = 256 << 20
+GET_TIME_S = 5.0
+"""SGLang gives its storage threads 10 s to end when the cache is flushed, and may flush while a get
+runs whose request it has given up (cache_controller.py, `_stop_storage_threads`). A get of many
+bytes is therefore made in parts, and parts that would begin later than this are answered False."""
 
 _LOG_PERIOD_S = 10.0
 
@@ -154,8 +161,9 @@ class TuttiStorage(HiCacheStorage):
         assert self._pages is not None and self._zero_copy is not None
         chain, first = self._chain(keys, extra_info)
         start_s = time.perf_counter()
-        ticket = self._zero_copy.load(chain, self._pages.fragments(host_indices), first)
-        loaded = self._await_load(ticket)
+        loaded = self._load_parts(
+            self._zero_copy, chain, first, self._pages.fragments(host_indices)
+        )
         if self._metrics is not None:
             self._metrics.note_get(sum(loaded), self._pages.page_bytes, start_s)
         return loaded
@@ -287,6 +295,25 @@ class TuttiStorage(HiCacheStorage):
             # The engine may reuse the memory after we answer, so these pages must not appear.
             ticket.cancel()
             raise
+
+    def _load_parts(
+        self, pages: NamespaceStore, chain: PageKeys, first: int, memory: PageFragments
+    ) -> list[bool]:
+        """Load all pages of `memory`, two parts in flight; see GET_TIME_S."""
+        count, loaded = memory.page_count, []
+        step = max(GET_PART_BYTES // memory.page_bytes, 1)
+        deadline_s = time.monotonic() + GET_TIME_S
+        in_flight: deque[LoadTicket] = deque()
+        for low in range(0, count, step):
+            if len(in_flight) == 2:
+                loaded += self._await_load(in_flight.popleft())
+                if time.monotonic() > deadline_s:
+                    break
+            part = memory.part(low, min(low + step, count))
+            in_flight.append(pages.load(chain, part, first + low, part.page_count))
+        for ticket in in_flight:
+            loaded += self._await_load(ticket)
+        return loaded + [False] * (count - len(loaded))
 
     def _await_load(self, ticket: LoadTicket) -> list[bool]:
         """Wait until no transfer touches the engine's memory any more, however slow the device.

@@ -16,6 +16,7 @@ import torch
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig, HiCacheStorageExtraInfo
 
 from tutti_core import ConfigError, UnsupportedError
+from tutti_sglang import backend as backend_module
 from tutti_sglang.backend import TuttiStorage
 from tutti_sglang.options import PREFIX_KEYS
 from tutti_sglang.pools import KNOWN_LAYOUTS, describe_pool
@@ -158,6 +159,33 @@ def test_results_are_per_page(storage: TuttiStorage, pool: HostPool) -> None:
     storage.batch_set_v1(keys[4:], pool.slots([4, 5]), prefix(keys[:4]))
     expected = [True, True, False, False, True, True]
     assert storage.batch_get_v1(keys, pool.slots(list(range(10, 16)))) == expected
+
+
+@pytest.mark.parametrize("parts", [1, 2, 3, 8])
+def test_large_gets_are_made_in_parts(
+    parts: int, storage: TuttiStorage, pool: HostPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = chain(8)
+    pool.fill(1)
+    before = [pool.bytes_of(p) for p in range(8)]
+    assert all(storage.batch_set_v1(keys, pool.slots(list(range(8))), prefix([])))
+    monkeypatch.setattr(backend_module, "GET_PART_BYTES", -(-8 // parts) * pool.page_bytes)
+    assert storage.batch_get_v1(keys, pool.slots(list(range(8, 16))), prefix([])) == [True] * 8
+    assert [pool.bytes_of(p) for p in range(8, 16)] == before
+    assert storage.batch_get_v1(keys[3:], pool.slots([20, 21, 22, 23, 24]), prefix(keys[:3]))
+    assert [pool.bytes_of(p) for p in range(20, 25)] == before[3:]
+
+
+def test_a_get_that_takes_long_starts_no_more_parts(
+    storage: TuttiStorage, pool: HostPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = chain(8)
+    assert all(storage.batch_set_v1(keys, pool.slots(list(range(8))), prefix([])))
+    monkeypatch.setattr(backend_module, "GET_PART_BYTES", 2 * pool.page_bytes)
+    monkeypatch.setattr(backend_module, "GET_TIME_S", -1.0)
+    loaded = storage.batch_get_v1(keys, pool.slots(list(range(8, 16))), prefix([]))
+    assert loaded == [True] * 4 + [False] * 4, "two parts were in flight, no third was started"
+    assert storage.batch_exists(keys) == 8, "the others are not missing, only late"
 
 
 def test_saving_again_is_cheap_and_true(storage: TuttiStorage, pool: HostPool) -> None:

@@ -64,7 +64,7 @@ def _open_uring(devices: Sequence[Device], options: TransportOptions) -> Transpo
         raise UnsupportedError(
             f"transport uring is not in this build: {error}",
             op="open",
-            hint="install Tutti with its native extension, or choose posix",
+            hint="install liburing-dev and libxxhash-dev and then Tutti again, or choose posix",
         ) from error
     return cast(Transport, module.UringTransport(devices, options))
 
