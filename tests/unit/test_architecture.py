@@ -1,6 +1,6 @@
 """The shape of the source: who imports whom, and that every public thing says what it is.
 
-The ladder is DESIGN section 4. A module may import from its own rung and from those below it.
+The ladder is that of docs/design.md. A module may import from its own rung and from those below it.
 """
 
 from __future__ import annotations
