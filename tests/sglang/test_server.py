@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from sglang_cpu.backends import PAGE_TOKENS, Backend
+from sglang_cpu.backends import PAGE_TOKENS, TUTTI_OPTIONS, Backend
 from sglang_cpu.make_model import VOCABULARY_MIN, ensure_model
 from sglang_cpu.server import Generation, ServerError, SGLangServer, stored_pages, wait_until
 
@@ -244,6 +244,43 @@ def test_two_tensor_parallel_ranks(model: Path, backend: Backend, tmp_path: Path
         assert_from_storage(deployment.server.generate(prompts[0]), cold[0])
         deployment.kill_and_restart()
         assert_from_storage(deployment.server.generate(prompts[1]), cold[1])
+
+
+def test_one_token_pages_in_many_batches(model: Path, backend: Backend, tmp_path: Path) -> None:
+    """SGLang's default page size: a prompt is several calls of 128 pages, and a page is 2 KiB, not
+    even one block. Each call must find its place behind the pages of the calls before."""
+    deployment = Deployment(model, backend, tmp_path / "server.log", flags=["--page-size=1"])
+    prompt = make_prompt("one-token pages")
+    with deployment:
+        cold = deployment.server.generate(prompt)
+        deployment.await_pages(stored_pages([[*prompt, *cold.output_ids]], 1))
+        deployment.kill_and_restart()
+        warm = deployment.server.generate(prompt)
+        assert warm.cached.storage == PROMPT_TOKENS - 1, warm.cached
+        assert warm.same_output(cold)
+        assert warm.logprob_difference(cold) <= FINE_LOGPROB
+        longer = deployment.server.generate([*prompt, *make_prompt("and more", 100)])
+        assert longer.cached.device >= PROMPT_TOKENS - 1
+    if backend.name == "tutti":
+        tree_roots = _first_pages(backend.folder)
+        assert tree_roots <= 2, "pages of later calls were stored as if they began a sequence"
+
+
+def _first_pages(folder: Path) -> int:
+    """Records of a store that say that they are the first page of a sequence."""
+    from tutti_core import StoreConfig
+    from tutti_core.format import ROOT_PARENT
+    from tutti_core.tiers.pools import open_layout
+
+    config = StoreConfig.parse({"path": folder, **TUTTI_OPTIONS})
+    _, catalog = open_layout(config, create=False)
+    try:
+        return sum(
+            sum(parent.tobytes() == ROOT_PARENT for parent in records["parent"])
+            for _, records, _ in catalog.scan_records(1024)
+        )
+    finally:
+        catalog.close()
 
 
 def test_injected_delays_and_failures_change_no_output(
