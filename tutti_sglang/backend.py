@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -28,6 +29,7 @@ from sglang.srt.mem_cache.hicache_storage import (
 
 from tutti_core import (
     BusyError,
+    ConfigError,
     LoadTicket,
     Namespace,
     NamespaceStore,
@@ -57,6 +59,20 @@ _LOG_PERIOD_S = 10.0
 
 Result = TypeVar("Result")
 
+_attached: weakref.WeakSet[TuttiStorage] = weakref.WeakSet()
+_weights_changed = threading.Event()
+
+
+def note_weights_change() -> None:
+    """The weights of this process's model are about to change: what is stored is not theirs.
+
+    Everything attached answers "not stored" from now on, and a later attach must name the new
+    weights in the option `weights`: the files that the server was started with do not tell them.
+    """
+    _weights_changed.set()
+    for storage in list(_attached):
+        storage.switch_off("the weights changed while the server runs")
+
 
 class TuttiStorage(HiCacheStorage):
     """One rank's storage backend. Constructed by SGLang as `TuttiStorage(storage_config, {})`.
@@ -78,6 +94,7 @@ class TuttiStorage(HiCacheStorage):
         self._flat: NamespaceStore | None = None
         self._regions: list[int] = []
         self._enabled = True
+        _attached.add(self)
         self._log_lock = threading.Lock()
         self._last_log_s = 0.0
         self._failures = 0
@@ -273,6 +290,12 @@ class TuttiStorage(HiCacheStorage):
         except Exception:
             logger.exception("tutti: closing the store failed")
 
+    def switch_off(self, reason: str) -> None:
+        """Answer "not stored" to everything from now on, until SGLang attaches anew."""
+        if self._enabled:
+            self._enabled = False
+            logger.warning("tutti: nothing is stored or loaded until the next attach: %s", reason)
+
     # ---- inside ----
     def _chain(
         self, keys: Sequence[str], extra_info: HiCacheStorageExtraInfo | None
@@ -329,8 +352,7 @@ class TuttiStorage(HiCacheStorage):
             except BusyError as error:
                 self._note_failure("get", error)
                 if time.monotonic() > deadline_s:
-                    self._enabled = False
-                    logger.error("tutti: the device does not answer; the store is switched off")
+                    self.switch_off("the device does not answer")
                     raise
 
     def _answer(self, operation: str, otherwise: Result, call: Callable[[], Result]) -> Result:
@@ -449,6 +471,11 @@ def _server_args() -> Any:
 
 def _fingerprint(server: Any) -> str:
     """Fingerprint of the served weights; where they cannot be found, their name and revision."""
+    if _weights_changed.is_set():
+        raise ConfigError(
+            "weights: they were changed while this server runs, so its files do not tell them",
+            hint="set the option `weights` to something that changes with them",
+        )
     model_path = str(getattr(server, "model_path", "") or "")
     revision = getattr(server, "revision", None)
     named = f"unread: {model_path} {revision or ''}"

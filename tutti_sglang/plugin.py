@@ -1,16 +1,17 @@
 """Entry point of the group `sglang.srt.plugins`: makes `--hicache-storage-backend tutti` valid.
 
 SGLang calls `activate` before it parses the command line, in the offline engine, and in every
-process that it spawns. No file of SGLang is edited. Three of its internals are touched; each is
+process that it spawns. No file of SGLang is edited. Four of its internals are touched; each is
 checked by `tests/sglang/test_contract.py` against the pinned version:
 
 1. the choices of the option, a list shared by all users of the field;
 2. `HiCacheController.attach_storage_backend`: the name becomes SGLang's own `dynamic` backend with
    our class and the zero-copy interface;
-3. `StorageAttachment.apply_runtime_config`: the engine passes the keys of each page's ancestors.
+3. `StorageAttachment.apply_runtime_config`: the engine passes the keys of each page's ancestors;
+4. `SchedulerWeightUpdaterManager`: the backend is told when the weights change under it.
 
 Source: SGLang 0.5.23, plugins/__init__.py, managers/cache_controller.py,
-mem_cache/unified_cache/storage_attachment.py.
+mem_cache/unified_cache/storage_attachment.py, managers/scheduler_components/weight_updater.py.
 """
 
 from __future__ import annotations
@@ -34,6 +35,17 @@ APPLY = (
     "sglang.srt.mem_cache.unified_cache.storage_attachment.StorageAttachment.apply_runtime_config"
 )
 
+WEIGHTS = tuple(
+    "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager." + name
+    for name in (
+        "begin_weight_update",
+        "update_weights_from_disk",
+        "update_weights_from_distributed",
+        "update_weights_from_ipc",
+        "update_weights_from_tensor",
+    )
+)
+
 
 def activate() -> None:
     """Register the name and the hooks. Idempotent as far as SGLang's plugin loader is."""
@@ -42,6 +54,8 @@ def activate() -> None:
     _add_choice()
     HookRegistry.register(ATTACH, _attach, HookType.AROUND)
     HookRegistry.register(APPLY, _pass_prefix_keys, HookType.AROUND)
+    for target in WEIGHTS:
+        HookRegistry.register(target, _weights_change, HookType.BEFORE)
 
 
 def _add_choice() -> None:
@@ -71,3 +85,9 @@ def _pass_prefix_keys(original: Callable[..., Any], self: Any, *args: Any, **kwa
     if kwargs.get("storage_backend") == NAME and kwargs.get("enable_storage"):
         kwargs["hicache_storage_pass_prefix_keys"] = True
     return original(self, *args, **kwargs)
+
+
+def _weights_change(*args: Any, **kwargs: Any) -> None:
+    from tutti_sglang.backend import note_weights_change
+
+    note_weights_change()

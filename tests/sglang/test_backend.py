@@ -387,6 +387,24 @@ def test_sidecar_pools_and_dcp_are_refused(store_folder: Path) -> None:
         )
 
 
+def test_changed_weights_end_the_use_of_what_is_stored(
+    storage: TuttiStorage, pool: HostPool, store_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(backend_module, "_weights_changed", threading.Event())
+    keys, slots = chain(2), pool.slots([0, 1])
+    assert all(storage.batch_set_v1(keys, slots, prefix([])))
+    backend_module.note_weights_change()
+    assert storage.batch_exists(keys) == 0
+    assert storage.batch_get_v1(keys, slots, prefix([])) == [False, False]
+    assert storage.batch_set_v1(keys, slots, prefix([])) == [False, False]
+    with pytest.raises(ConfigError, match="set the option `weights`"):
+        attach(store_folder, HostPool())
+    named = attach(store_folder, HostPool(), extra={"weights": "step 2"})
+    assert named.batch_exists(keys) == 0
+    assert all(named.batch_set_v1(keys, slots, prefix([])))
+    named.close()
+
+
 def test_bad_options_fail_the_attach(store_folder: Path) -> None:
     with pytest.raises(ConfigError, match="capactiy"):
         attach(store_folder, extra={"capactiy": 1})

@@ -12,6 +12,8 @@ from typing import Any, get_args, get_type_hints
 
 import pytest
 
+from tutti_sglang.plugin import WEIGHTS
+
 MEM_CACHE = "sglang.srt.mem_cache"
 STORAGE = f"{MEM_CACHE}.hicache_storage.HiCacheStorage"
 CONTROLLER = "sglang.srt.managers.cache_controller.HiCacheController"
@@ -45,6 +47,7 @@ SIGNATURES = {
         "hicache_storage_pass_prefix_keys enable_storage enable_storage_metrics "
         "extra_metric_labels"
     ),
+    **dict.fromkeys(WEIGHTS, "recv_req"),
     "sglang.srt.plugins.hook_registry.HookRegistry.register": "target hook hook_type source",
     "sglang.srt.plugins.load_plugins": "",
     # what host pools tell about their pages

@@ -210,6 +210,29 @@ def test_prefix_comes_back_after_kill(shared: Deployment) -> None:
     assert shared.server.healthy()
 
 
+def test_changed_weights_are_not_answered_from_the_storage(
+    shared: Deployment, backend_name: str, tmp_path: Path
+) -> None:
+    """The last test of the shared server: after it the storage is off, as it must be."""
+    if backend_name != "tutti":
+        pytest.skip(f"backend {backend_name!r} serves pages of the old weights")
+    prompt = make_prompt("new weights")
+    shared.generate_and_settle(prompt)
+    other = ensure_model(tmp_path / "other", seed=2)
+    body = {"model_path": str(other), "flush_cache": True}
+    shared.server.call("POST", "/update_weights_from_disk", body, expect=200)
+    reply = shared.server.generate(prompt)
+    assert reply.cached.total == 0
+    scratch = shared.server.generate(prompt, namespace="new weights, from scratch")
+    assert reply.same_output(scratch)
+    assert "the weights changed while the server runs" in shared.server.log()
+    options = shared.backend.extra_config()
+    shared.server.detach()
+    status, answer = shared.server.attach(backend_name, options)
+    assert status != 200 and "weights" in str(answer)
+    assert shared.server.attach(backend_name, {**options, "weights": "step 2"})[0] == 200
+
+
 # ---- servers of their own --------------------------------------------------------------------
 
 
