@@ -246,7 +246,7 @@ class TuttiStorage(HiCacheStorage):
     def _get_flat(self, keys: Sequence[str], targets: list[torch.Tensor]) -> list[bool]:
         assert self._flat is not None
         fragments = self._flat_fragments(keys, targets)
-        return self._await_load(self._flat.load(PageKeys.from_hex(keys, False), fragments))
+        return self._load_parts(self._flat, PageKeys.from_hex(keys, False), 0, fragments)
 
     def _set_flat(self, keys: Sequence[str], tensors: list[torch.Tensor]) -> list[bool]:
         assert self._flat is not None

@@ -85,6 +85,24 @@ class Engine(Protocol):
         ...
 
 
+def storage_config(extra_config: dict[str, Any], *, is_mla_model: bool) -> Any:
+    """What SGLang hands to a storage backend on one rank of one. ImportError without SGLang."""
+    module: Any = importlib.import_module("sglang.srt.mem_cache.hicache_storage")
+    return module.HiCacheStorageConfig(
+        tp_rank=0,
+        tp_size=1,
+        pp_rank=0,
+        pp_size=1,
+        attn_cp_rank=0,
+        attn_cp_size=1,
+        is_mla_model=is_mla_model,
+        enable_storage_metrics=False,
+        is_page_first_layout=True,
+        model_name="bench",
+        extra_config=extra_config,
+    )
+
+
 def disk_bytes(page_bytes: int, page_count: int) -> int:
     """Bound of what all contestants occupy on disk at once."""
     total = page_bytes * page_count
@@ -263,19 +281,7 @@ class FileEngine:
         module: Any = importlib.import_module("sglang.srt.mem_cache.hicache_storage")
         self._task = task
         self._folder = task.folder / "hicache"
-        config = module.HiCacheStorageConfig(
-            tp_rank=0,
-            tp_size=1,
-            pp_rank=0,
-            pp_size=1,
-            attn_cp_rank=0,
-            attn_cp_size=1,
-            is_mla_model=False,
-            enable_storage_metrics=False,
-            is_page_first_layout=True,
-            model_name="bench",
-            extra_config={"file_storage_path": str(self._folder)},
-        )
+        config = storage_config({"file_storage_path": str(self._folder)}, is_mla_model=False)
         self._backend = module.HiCacheFile(config)
         if Path(self._backend.file_path) != self._folder:
             raise BenchError("SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR names another directory")

@@ -21,6 +21,7 @@ import numpy as np
 from tutti_core import hashing
 from tutti_core.bench.agents import BRANCH_SHARE, agent_turns
 from tutti_core.bench.child import CONFIG_FILE, NAMESPACE_FILE, PROBE_FILE
+from tutti_core.bench.engines import storage_config
 from tutti_core.bench.machine import file_system, machine_facts
 from tutti_core.bench.measure import (
     MIB,
@@ -251,26 +252,16 @@ def _exists_call(
 def _backend(folder: Path, page_count: int) -> Any:
     """SGLang's storage backend of Tutti with a small host pool. ImportError without SGLang."""
     torch: Any = importlib.import_module("torch")
-    sglang: Any = importlib.import_module("sglang.srt.mem_cache.hicache_storage")
     backend: Any = importlib.import_module("tutti_sglang.backend")
-    config = sglang.HiCacheStorageConfig(
-        tp_rank=0,
-        tp_size=1,
-        pp_rank=0,
-        pp_size=1,
-        attn_cp_rank=0,
-        attn_cp_size=1,
-        is_mla_model=True,
-        enable_storage_metrics=False,
-        is_page_first_layout=True,
-        model_name="bench",
-        extra_config={
+    config = storage_config(
+        {
             "path": str(folder),
             "capacity": page_count * PAGE_BYTES + 64 * MIB,
             "segment": 4 * MIB,
             "interface_v1": 1,
             "tutti_prefix_keys": True,
         },
+        is_mla_model=True,
     )
     made = backend.TuttiStorage(config, {})
     made.register_mem_pool_host(_HostPool(torch, page_count))

@@ -49,7 +49,7 @@ from tutti_core.io.transport import (
     Op,
     TransportOptions,
     TransportStats,
-    check_batch,
+    checked_copy,
 )
 
 WORKERS_MAX = 4
@@ -238,16 +238,7 @@ class PosixTransport:
 
     def submit(self, batch: Batch) -> int:
         """Queue a batch for the workers and return its ticket; see `Transport.submit`."""
-        batch = Batch(
-            op=Op(batch.op),
-            device=np.array(batch.device, np.uint32),
-            offset_bytes=np.array(batch.offset_bytes, np.uint64),
-            fragment_start=np.array(batch.fragment_start, np.uint32),
-            address=np.array(batch.address, np.uint64),
-            length_bytes=np.array(batch.length_bytes, np.uint64),
-            checksum=batch.checksum,
-        )
-        check_batch(batch, len(self._devices))
+        batch = checked_copy(batch, len(self._devices))
         count = batch.item_count
         size = -(-count // (self._workers * CHUNKS_PER_WORKER))
         starts = range(0, count, size)

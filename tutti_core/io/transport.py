@@ -229,3 +229,22 @@ def check_batch(batch: Batch, device_count: int) -> None:
         raise ValueError(f"offset_bytes must be a multiple of {BLOCK_BYTES}")
     if bool(np.any(batch.length_bytes == 0)):
         raise ValueError("a fragment has length 0")
+
+
+def checked_copy(batch: Batch, device_count: int) -> Batch:
+    """Return a copy of `batch` with arrays of its own, of the types it documents.
+
+    Raises
+        ValueError: see `check_batch`.
+    """
+    copy = Batch(
+        op=Op(batch.op),
+        device=np.array(batch.device, np.uint32),
+        offset_bytes=np.array(batch.offset_bytes, np.uint64),
+        fragment_start=np.array(batch.fragment_start, np.uint32),
+        address=np.array(batch.address, np.uint64),
+        length_bytes=np.array(batch.length_bytes, np.uint64),
+        checksum=batch.checksum,
+    )
+    check_batch(copy, device_count)
+    return copy

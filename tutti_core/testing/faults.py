@@ -58,7 +58,7 @@ from tutti_core.io.transport import (
     Op,
     TransportOptions,
     TransportStats,
-    check_batch,
+    checked_copy,
 )
 from tutti_core.testing.batches import extent_bytes
 from tutti_core.testing.media import Bytes, Media
@@ -224,16 +224,7 @@ class FaultyDevices:
 
     def submit(self, batch: Batch) -> int:
         """Accept a batch; it runs when it is waited for. See `Transport.submit`."""
-        batch = Batch(
-            op=Op(batch.op),
-            device=np.array(batch.device, np.uint32),
-            offset_bytes=np.array(batch.offset_bytes, np.uint64),
-            fragment_start=np.array(batch.fragment_start, np.uint32),
-            address=np.array(batch.address, np.uint64),
-            length_bytes=np.array(batch.length_bytes, np.uint64),
-            checksum=batch.checksum,
-        )
-        check_batch(batch, len(self._devices))
+        batch = checked_copy(batch, len(self._devices))
         with self._changed:
             self._check_open("submit")
             fault = self._fault("batch")
