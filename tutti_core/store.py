@@ -23,6 +23,7 @@ from tutti_core import hashing
 from tutti_core.config import StoreConfig
 from tutti_core.errors import BusyError, ConfigError, StoreClosedError, nearest
 from tutti_core.geometry import Memory, PageFragments, as_memory, page_fragments
+from tutti_core.index.catalog import record_key_at
 from tutti_core.index.radix import NO_SLOT, Locations
 from tutti_core.io.huge_pages import collapse
 from tutti_core.io.select import open_transport
@@ -628,7 +629,7 @@ class PrefixStore:
         record_keys = self._manager.record_keys(entry, keys.data, index)
         self._manager.drop(entry, keys.data, index, keys.rooted, where.generation, recorded)
         dropped = [
-            (record_keys[i * 16 : i * 16 + 16], int(where.slot[i]), int(where.generation[i]))
+            (record_key_at(record_keys, i), int(where.slot[i]), int(where.generation[i]))
             for i in np.flatnonzero(recorded).tolist()
         ]
         if dropped:

@@ -92,7 +92,6 @@ class TuttiStorage(HiCacheStorage):
         self._pages: HostPoolPages | None = None
         self._zero_copy: NamespaceStore | None = None
         self._flat: NamespaceStore | None = None
-        self._regions: list[int] = []
         self._enabled = True
         _attached.add(self)
         self._log_lock = threading.Lock()
@@ -112,7 +111,7 @@ class TuttiStorage(HiCacheStorage):
             self._zero_copy = self.store.namespace(Namespace(**fields, layout=pages.layout))
             self._flat = self.store.namespace(Namespace(**fields, layout=f"{pages.layout}, flat"))
             for region in pages.regions:
-                self._regions.append(self.store.register(region))
+                self.store.register(region)
             self._pages = pages
         except Exception:
             self.close()
@@ -148,9 +147,7 @@ class TuttiStorage(HiCacheStorage):
         extra_info: HiCacheStorageExtraInfo | None = None,
     ) -> list[bool]:
         """Load pages into the host pool; one answer a page."""
-        return self._answer(
-            "get", [False] * len(keys), lambda: self._get_v1(keys, host_indices, extra_info)
-        )
+        return self._move("get", self._load_all, keys, host_indices, extra_info)
 
     def batch_set_v1(
         self,
@@ -159,9 +156,7 @@ class TuttiStorage(HiCacheStorage):
         extra_info: HiCacheStorageExtraInfo | None = None,
     ) -> list[bool]:
         """Save pages from the host pool; one answer a page. Stored pages cost a look-up."""
-        return self._answer(
-            "set", [False] * len(keys), lambda: self._set_v1(keys, host_indices, extra_info)
-        )
+        return self._move("set", self._save_all, keys, host_indices, extra_info)
 
     def _exists(self, keys: Sequence[str], extra_info: HiCacheStorageExtraInfo | None) -> int:
         pages = self._zero_copy if self.options.zero_copy else self._flat
@@ -169,36 +164,27 @@ class TuttiStorage(HiCacheStorage):
         chain, first = self._chain(keys, extra_info)
         return pages.match(chain, first).pages
 
-    def _get_v1(
+    def _move(
         self,
+        operation: str,
+        move: Callable[[NamespaceStore, PageKeys, int, PageFragments], list[bool]],
         keys: Sequence[str],
         host_indices: torch.Tensor,
         extra_info: HiCacheStorageExtraInfo | None,
     ) -> list[bool]:
-        assert self._pages is not None and self._zero_copy is not None
-        chain, first = self._chain(keys, extra_info)
-        start_s = time.perf_counter()
-        loaded = self._load_parts(
-            self._zero_copy, chain, first, self._pages.fragments(host_indices)
-        )
-        if self._metrics is not None:
-            self._metrics.note_get(sum(loaded), self._pages.page_bytes, start_s)
-        return loaded
+        """Load or save pages of the host pool; one answer a page, whatever happens."""
 
-    def _set_v1(
-        self,
-        keys: Sequence[str],
-        host_indices: torch.Tensor,
-        extra_info: HiCacheStorageExtraInfo | None,
-    ) -> list[bool]:
-        assert self._pages is not None and self._zero_copy is not None
-        chain, first = self._chain(keys, extra_info)
-        start_s = time.perf_counter()
-        ticket = self._zero_copy.save(chain, self._pages.fragments(host_indices), first)
-        stored = self._await_save(ticket)
-        if self._metrics is not None:
-            self._metrics.note_set(sum(stored), self._pages.page_bytes, start_s)
-        return stored
+        def call() -> list[bool]:
+            assert self._pages is not None and self._zero_copy is not None
+            chain, first = self._chain(keys, extra_info)
+            start_s = time.perf_counter()
+            memory = self._pages.fragments(host_indices)
+            done = move(self._zero_copy, chain, first, memory)
+            if self._metrics is not None:
+                self._metrics.note(operation, sum(done), memory.page_bytes, start_s)
+            return done
+
+        return self._answer(operation, [False] * len(keys), call)
 
     # ---- generic: flat page tensors, when the zero-copy interface is not selected ----
     def exists(self, key: str) -> bool:
@@ -246,12 +232,12 @@ class TuttiStorage(HiCacheStorage):
     def _get_flat(self, keys: Sequence[str], targets: list[torch.Tensor]) -> list[bool]:
         assert self._flat is not None
         fragments = self._flat_fragments(keys, targets)
-        return self._load_parts(self._flat, PageKeys.from_hex(keys, False), 0, fragments)
+        return self._load_all(self._flat, PageKeys.from_hex(keys, False), 0, fragments)
 
     def _set_flat(self, keys: Sequence[str], tensors: list[torch.Tensor]) -> list[bool]:
         assert self._flat is not None
         fragments = self._flat_fragments(keys, [tensor.contiguous() for tensor in tensors])
-        return self._await_save(self._flat.save(PageKeys.from_hex(keys, False), fragments))
+        return self._save_all(self._flat, PageKeys.from_hex(keys, False), 0, fragments)
 
     def _flat_fragments(self, keys: Sequence[str], tensors: list[torch.Tensor]) -> PageFragments:
         assert self._flat is not None
@@ -283,10 +269,7 @@ class TuttiStorage(HiCacheStorage):
         if self.store is None:
             return
         try:
-            for region in self._regions:
-                self.store.unregister(region)
-            self._regions = []
-            self.store.close()
+            self.store.close()  # which forgets the registered memory once nothing uses it
         except Exception:
             logger.exception("tutti: closing the store failed")
 
@@ -310,7 +293,11 @@ class TuttiStorage(HiCacheStorage):
             return PageKeys.from_hex([*prefix, *keys]), len(prefix)
         return PageKeys.from_hex(keys, self.options.passes_prefix_keys), 0
 
-    def _await_save(self, ticket: SaveTicket) -> list[bool]:
+    def _save_all(
+        self, pages: NamespaceStore, chain: PageKeys, first: int, memory: PageFragments
+    ) -> list[bool]:
+        """Save all pages of `memory`."""
+        ticket: SaveTicket = pages.save(chain, memory, first)
         try:
             stored: list[bool] = ticket.wait(self.options.operation_timeout_s).tolist()
             return stored
@@ -319,7 +306,7 @@ class TuttiStorage(HiCacheStorage):
             ticket.cancel()
             raise
 
-    def _load_parts(
+    def _load_all(
         self, pages: NamespaceStore, chain: PageKeys, first: int, memory: PageFragments
     ) -> list[bool]:
         """Load all pages of `memory`, two parts in flight; see GET_TIME_S."""
@@ -387,22 +374,13 @@ class _Metrics:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._gets: list[tuple[int, float]] = []
-        self._sets: list[tuple[int, float]] = []
+        self._calls: dict[str, list[tuple[int, float]]] = {"get": [], "set": []}
 
-    def note_get(self, pages: int, page_bytes: int, start_s: float) -> None:
-        """A get of `pages` ended now."""
-        self._note(self._gets, pages, page_bytes, start_s)
-
-    def note_set(self, pages: int, page_bytes: int, start_s: float) -> None:
-        """A set of `pages` ended now."""
-        self._note(self._sets, pages, page_bytes, start_s)
-
-    def _note(
-        self, calls: list[tuple[int, float]], pages: int, page_bytes: int, start_s: float
-    ) -> None:
+    def note(self, operation: str, pages: int, page_bytes: int, start_s: float) -> None:
+        """A "get" or "set" of `pages` ended now."""
         elapsed_s = max(time.perf_counter() - start_s, 1e-9)
         with self._lock:
+            calls = self._calls[operation]
             calls.append((pages, pages * page_bytes / elapsed_s / 1e9))
             del calls[:-1024]
 
@@ -411,8 +389,8 @@ class _Metrics:
         from sglang.srt.observability.metrics_collector import StorageMetrics
 
         with self._lock:
-            gets, self._gets = self._gets, []
-            sets, self._sets = self._sets, []
+            calls, self._calls = self._calls, {"get": [], "set": []}
+        gets, sets = calls["get"], calls["set"]
         return StorageMetrics(
             prefetch_pgs=[pages for pages, _ in gets],
             backup_pgs=[pages for pages, _ in sets],

@@ -1,0 +1,1 @@
+"""Which pages are stored where: the tree in memory and the catalog on disk."""

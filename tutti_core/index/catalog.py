@@ -81,9 +81,9 @@ class NewPages:
             namespace=self.namespace,
             length_bytes=self.length_bytes,
             key_width=self.key_width,
-            record_keys=_rows(self.record_keys, RECORD_KEY_BYTES)[index].tobytes(),
-            page_keys=_rows(self.page_keys, self.key_width)[index].tobytes(),
-            parents=_rows(self.parents, RECORD_KEY_BYTES)[index].tobytes(),
+            record_keys=packed_rows(self.record_keys, RECORD_KEY_BYTES)[index].tobytes(),
+            page_keys=packed_rows(self.page_keys, self.key_width)[index].tobytes(),
+            parents=packed_rows(self.parents, RECORD_KEY_BYTES)[index].tobytes(),
             slot=self.slot[index],
             checksum=self.checksum[index],
         )
@@ -92,9 +92,9 @@ class NewPages:
         """The records to store, without their generations and checks."""
         records = np.zeros(len(self.slot), dtype=RECORD)
         raw = records.view(np.uint8).reshape(len(records), RECORD_BYTES)
-        raw[:, : self.key_width] = _rows(self.page_keys, self.key_width)
+        raw[:, : self.key_width] = packed_rows(self.page_keys, self.key_width)
         raw[:, 32:48] = np.frombuffer(self.namespace, dtype=np.uint8)
-        raw[:, 48:64] = _rows(self.parents, RECORD_KEY_BYTES)
+        raw[:, 48:64] = packed_rows(self.parents, RECORD_KEY_BYTES)
         records["segment"] = self.slot >> np.uint64(32)
         records["slot"] = self.slot & np.uint64(0xFFFFFFFF)
         records["length_bytes"] = self.length_bytes
@@ -520,7 +520,13 @@ def page_keys_of(records: Records, width: int) -> npt.NDArray[np.uint8]:
     return np.asarray(raw[:, :width], dtype=np.uint8)
 
 
-def _rows(packed: bytes, width: int) -> npt.NDArray[np.uint8]:
+def record_key_at(packed: bytes, index: int) -> bytes:
+    """One of many packed record keys."""
+    return packed[index * RECORD_KEY_BYTES : (index + 1) * RECORD_KEY_BYTES]
+
+
+def packed_rows(packed: bytes, width: int) -> npt.NDArray[np.uint8]:
+    """Packed keys of `width` bytes as an array (n, width), without a copy."""
     return np.frombuffer(packed, dtype=np.uint8).reshape(-1, width)
 
 

@@ -47,6 +47,7 @@ from tutti_core.io.transport import (
     Capabilities,
     Device,
     Op,
+    Regions,
     TransportOptions,
     TransportStats,
     checked_copy,
@@ -184,8 +185,7 @@ class PosixTransport:
         self._closed = False
         self._flights: dict[int, _Flight] = {}
         self._next_ticket = 1
-        self._regions: set[int] = set()
-        self._next_region = 1
+        self._regions = Regions()
         self._stats = TransportStats()
         self._flush_locks = [threading.Lock() for _ in devices]
         self._flush_status = [0] * len(devices)
@@ -221,15 +221,10 @@ class PosixTransport:
 
     def register(self, address: int, length_bytes: int) -> int:
         """Return an id for `unregister`; registration changes nothing here."""
-        if address <= 0 or length_bytes <= 0:
-            raise ValueError(f"cannot register {length_bytes} bytes at address {address:#x}")
         self._check_process()
         with self._lock:
             self._check_open("register")
-            region = self._next_region
-            self._next_region += 1
-            self._regions.add(region)
-            return region
+            return self._regions.add(address, length_bytes)
 
     def unregister(self, region: int) -> None:
         """Forget a region. Raises KeyError for an unknown or forgotten id."""

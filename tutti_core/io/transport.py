@@ -210,6 +210,29 @@ class Transport(Protocol):
         ...
 
 
+class Regions:
+    """Ids of registered memory, for transports to which registration changes nothing.
+
+    Not thread-safe.
+    """
+
+    def __init__(self) -> None:
+        self._next = 1
+        self._known: set[int] = set()
+
+    def add(self, address: int, length_bytes: int) -> int:
+        """Return a new id. Raises ValueError for an impossible address or length."""
+        if address <= 0 or length_bytes <= 0:
+            raise ValueError(f"cannot register {length_bytes} bytes at address {address:#x}")
+        region, self._next = self._next, self._next + 1
+        self._known.add(region)
+        return region
+
+    def remove(self, region: int) -> None:
+        """Forget an id. Raises KeyError for an unknown or forgotten one."""
+        self._known.remove(region)
+
+
 def check_batch(batch: Batch, device_count: int) -> None:
     """Raise ValueError unless the arrays of `batch` fit together. O(n + m), no I/O."""
     n, m = len(batch.device), len(batch.address)

@@ -56,6 +56,7 @@ from tutti_core.io.transport import (
     Capabilities,
     Device,
     Op,
+    Regions,
     TransportOptions,
     TransportStats,
     checked_copy,
@@ -174,8 +175,7 @@ class FaultyDevices:
         self._changed = threading.Condition(self.media.lock)
         self._flights: dict[int, _Flight] = {}
         self._next_ticket = 1
-        self._regions: set[int] = set()
-        self._next_region = 1
+        self._regions = Regions()
         self._counts: dict[FaultOp, int] = {"read": 0, "write": 0, "flush": 0, "batch": 0}
         self._operations = 0
         self._stop: int | None = None
@@ -208,14 +208,9 @@ class FaultyDevices:
 
     def register(self, address: int, length_bytes: int) -> int:
         """Return an id for `unregister`; registration changes nothing here."""
-        if address <= 0 or length_bytes <= 0:
-            raise ValueError(f"cannot register {length_bytes} bytes at address {address:#x}")
         with self._changed:
             self._check_open("register")
-            region = self._next_region
-            self._next_region += 1
-            self._regions.add(region)
-            return region
+            return self._regions.add(address, length_bytes)
 
     def unregister(self, region: int) -> None:
         """Forget a region. Raises KeyError for an unknown or forgotten id."""

@@ -31,7 +31,9 @@ from tutti_core.index.catalog import (
     Catalog,
     NewPages,
     Records,
+    packed_rows,
     page_keys_of,
+    record_key_at,
     slots_of_records,
 )
 from tutti_core.index.pages import Evictable, NamespacePages
@@ -234,8 +236,7 @@ class Manager:
 
     def record_keys(self, entry: Entry, keys: bytes, index: npt.NDArray[np.intp]) -> bytes:
         """Packed catalog keys of the pages at `index` of a chain."""
-        rows = np.frombuffer(keys, dtype=np.uint8).reshape(-1, entry.key_bytes)
-        return entry.record_keys(rows[index].tobytes())
+        return entry.record_keys(packed_rows(keys, entry.key_bytes)[index].tobytes())
 
     def pin(self, entry: Entry, keys: bytes) -> int:
         """Pin the pages of a chain that are stored without a gap; returns how many."""
@@ -518,8 +519,8 @@ class Manager:
             mine = np.flatnonzero(records["namespace"] == np.void(entry.digest))
             slots = slots_of_records(records)
             batch = [
-                (keys[i * 16 : i * 16 + 16], int(slots[i]), int(records["generation"][i]))
-                for i in mine
+                (record_key_at(keys, i), int(slots[i]), int(records["generation"][i]))
+                for i in mine.tolist()
             ]
             if batch:
                 self.remove_dropped(batch)
@@ -585,7 +586,7 @@ def _same_pages(records: Records, entry: Entry, keys: bytes) -> npt.NDArray[np.b
     """Whether each record is of exactly this namespace, page key and length; hashes may collide."""
     width = entry.key_bytes
     stored = page_keys_of(records, width)
-    same = (stored == np.frombuffer(keys, dtype=np.uint8).reshape(-1, width)).all(axis=1)
+    same = (stored == packed_rows(keys, width)).all(axis=1)
     same &= records["namespace"] == np.void(entry.digest)
     same &= records["length_bytes"] == entry.page_bytes
     return np.asarray(same, dtype=np.bool_)

@@ -21,7 +21,7 @@ import numpy.typing as npt
 from tutti_core.errors import BusyError, DeviceError, InternalError, StoreFullError
 from tutti_core.format import ROOT_PARENT, UNKNOWN_PARENT
 from tutti_core.geometry import PageFragments
-from tutti_core.index.catalog import RECORD_KEY_BYTES, NewPages
+from tutti_core.index.catalog import RECORD_KEY_BYTES, NewPages, packed_rows
 from tutti_core.io.transport import BATCHES_IN_FLIGHT_MAX, Batch, BatchResult, Op, Transport
 from tutti_core.tiers.manager import Entry, Manager
 
@@ -104,7 +104,7 @@ class SaveJob:
         """Catalog input for the first `count` pages, checksums still zero."""
         width, low = self.entry.key_bytes, max(int(self.index[0]) - 1, 0)
         part = self.keys[low * width : (int(self.index[count - 1]) + 1) * width]
-        record_keys = _rows(self.entry.record_keys(part), RECORD_KEY_BYTES)
+        record_keys = packed_rows(self.entry.record_keys(part), RECORD_KEY_BYTES)
         at = self.index[:count] - low
         parents = record_keys[np.maximum(at - 1, 0)].copy()
         if int(self.index[0]) == 0:
@@ -115,7 +115,7 @@ class SaveJob:
             length_bytes=self.entry.page_bytes,
             key_width=width,
             record_keys=record_keys[at].tobytes(),
-            page_keys=_rows(part, width)[at].tobytes(),
+            page_keys=packed_rows(part, width)[at].tobytes(),
             parents=parents.tobytes(),
             slot=slots,
             checksum=np.zeros(count, dtype=np.uint64),
@@ -416,7 +416,3 @@ def page_batch(
         length_bytes=np.tile(fragments.length_bytes, count),
         checksum=checksum,
     )
-
-
-def _rows(packed: bytes, width: int) -> npt.NDArray[np.uint8]:
-    return np.frombuffer(packed, dtype=np.uint8).reshape(-1, width)
