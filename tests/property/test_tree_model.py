@@ -126,29 +126,34 @@ class TreeModel(RuleBasedStateMachine):
             if left > 0:
                 self.pins[word[: i + 1]] = left
 
-    @rule(count=st.integers(1, 6), guard=st.one_of(st.just(""), WORDS))
-    def evict(self, count: int, guard: str) -> None:
+    @rule(count=st.integers(1, 6), most=st.integers(1, 4), guard=st.one_of(st.just(""), WORDS))
+    def evict(self, count: int, most: int, guard: str) -> None:
         guarded = {guard[: i + 1] for i in range(len(guard))}
         self.pages.guard(chain_of(guard))
         for _ in range(count):
-            page = self.pages.oldest()
+            victim = self.pages.victim(most, self.now)
             names = {key_of(n): n for n in (*self.tree, *self.loose)}
-            if page is None:
+            if victim is None:
                 # Nothing may be left that is neither pinned, guarded, nor an ancestor of such.
                 kept = guarded | set(self.pins)
                 assert not set(self.loose) - set(self.pins)
                 for name in self.tree:
                     assert any(k.startswith(name) for k in kept), f"{name} could be evicted"
                 break
-            name = names[page.key]
-            model = self.loose if page.leaf is None else self.tree
-            assert model[name][0] == page.slot and model[name][2] == page.generation
-            assert name not in self.pins
-            if page.leaf is not None:
-                assert name not in guarded
-                assert not any(n != name and n.startswith(name) for n in self.tree), "not a leaf"
-            self.pages.forget(page)
-            del model[name]
+            model = self.loose if victim.leaf is None else self.tree
+            assert 1 <= len(victim.slot) <= victim.span <= most
+            gone = [
+                names[victim.keys[i * WIDTH : (i + 1) * WIDTH]] for i in range(len(victim.slot))
+            ]
+            for i, name in reversed(list(enumerate(gone))):
+                assert model[name][0] == victim.slot[i] and model[name][2] == victim.generation[i]
+                assert name not in self.pins
+                if victim.leaf is not None:
+                    assert name not in guarded
+                    below = [n for n in self.tree if n != name and n.startswith(name)]
+                    assert not below, "not a leaf"
+                del model[name]
+            self.pages.forget(victim, self.tick())
             self.pages.tree.check()
         self.pages.unguard()
 

@@ -23,7 +23,7 @@ RUNGS = {
     "keys": 1,
     "geometry": 1,
     "index": 2,
-    "tiers.policy": 2,
+    "policies": 2,
     "tiers.space": 2,
     "io": 3,
     "tiers": 4,

@@ -93,18 +93,19 @@ class TestEviction:
         where.slot[:] = np.arange(1000, dtype=np.uint64) | np.uint64(99 << 32)
         manager, looked_at, between = store._manager, [0], [0]
         manager._entries[pages.name].pages.insert(foreign.data, 0, True, where, 0)
-        oldest, pause = manager._oldest, manager_module.time.sleep
+        choose, pause = manager._choose_victim, manager_module.time.sleep
 
-        def counted():
-            looked_at[-1] += 1
-            return oldest()
+        def counted(pages_max: int):
+            choice = choose(pages_max)
+            looked_at[-1] += choice[1].span if choice else 0
+            return choice
 
         def other_thread(seconds: float) -> None:
             between[0] += not manager.lock.locked()
             looked_at.append(0)
             pause(seconds)
 
-        monkeypatch.setattr(manager, "_oldest", counted)
+        monkeypatch.setattr(manager, "_choose_victim", counted)
         monkeypatch.setattr(manager_module.time, "sleep", other_thread)
         assert all(pages.save(run("a", SLOTS))) and all(pages.save(run("b", SLOTS)))
         assert between[0] > 15 and max(looked_at) <= manager_module.EVICTION_STEP_PAGES

@@ -25,10 +25,10 @@ def pages():
 
 def evict_all(pages: NamespacePages) -> list[int]:
     slots = []
-    while (page := pages.oldest()) is not None:
-        pages.forget(page)
+    while (victim := pages.victim(3, 10**6)) is not None:
+        pages.forget(victim, 10**6)
         pages.tree.check()
-        slots.append(page.slot)
+        slots += victim.slot.tolist()[::-1]
     return slots
 
 
@@ -102,9 +102,9 @@ def test_a_full_house_of_pins_answers_at_once(pages) -> None:
         text = chr(40 + i) + "z"
         pages.insert(path(text), 0, True, where(2 * i, 2 * i + 1), i)
         pages.pin(path(text))
-    assert pages.oldest() is None
-    assert len(pages.tree.leaves) == 0  # the second call has nothing to look at
-    assert pages.oldest() is None
+    assert pages.victim(1, 99) is None
+    assert not pages.tree.policy.listed()  # the second call has nothing to look at
+    assert pages.victim(1, 99) is None
 
 
 def test_a_guarded_chain_is_not_offered_but_what_hangs_on_it_is(pages) -> None:

@@ -32,16 +32,16 @@ def put(tree: RadixTree, text: str, *slots: int | None, first: int = 0, now: int
 
 def evict_all(tree: RadixTree) -> list[int]:
     slots = []
-    while (leaf := tree.oldest_leaf()) is not None:
-        slots.append(tree.tail(leaf).slot)
-        tree.cut_tail(leaf)
+    while (leaf := tree.victim(99)) is not None:
+        slots.append(leaf.slots[-1])
+        tree.cut_tail(leaf, 1, 99)
         tree.check()
     return slots
 
 
 def test_an_empty_tree_has_nothing(tree) -> None:
     assert tree.match(path("ab"), 1) == 0 and tree.match(b"", 1) == 0
-    assert len(tree.locate(b"", 1)) == 0 and tree.oldest_leaf() is None
+    assert len(tree.locate(b"", 1)) == 0 and tree.victim(9) is None
     assert not tree.drop(path("a"), 0, 1)
 
 
@@ -158,9 +158,9 @@ def test_an_older_time_does_not_make_a_page_older(tree) -> None:
 def test_parked_leaves_are_not_offered(tree) -> None:
     put(tree, "ab", 1, 2, now=1)
     put(tree, "xy", 3, 4, now=2)
-    tree.park(tree.oldest_leaf())
+    tree.park(tree.victim(9))
     tree.check()
-    assert tree.tail(tree.oldest_leaf()).slot == 4
+    assert tree.victim(9).slots[-1] == 4
     tree.match(path("ab"), 3)
     tree.check()
     put(tree, "abc", 5, first=2, now=4)  # the leaf has got longer: its end is another page
@@ -169,17 +169,17 @@ def test_parked_leaves_are_not_offered(tree) -> None:
 
 def test_unpark_all_brings_them_back(tree) -> None:
     put(tree, "ab", 1, 2, now=1)
-    tree.park(tree.oldest_leaf())
-    assert tree.oldest_leaf() is None
+    tree.park(tree.victim(9))
+    assert tree.victim(9) is None
     tree.unpark_all()
     assert evict_all(tree) == [2, 1]
 
 
 def test_splitting_a_parked_leaf_keeps_it_parked(tree) -> None:
     put(tree, "abcd", 1, 2, 3, 4, now=1)
-    tree.park(tree.oldest_leaf())
+    tree.park(tree.victim(9))
     put(tree, "abx", 1, 2, 5, now=2)
-    assert tree.tail(tree.oldest_leaf()).slot == 5
+    assert tree.victim(9).slots[-1] == 5
     assert evict_all(tree) == [5]
     tree.unpark_all()
     assert evict_all(tree) == [4, 3, 2, 1]

@@ -76,7 +76,7 @@ def test_a_ring_of_parents_is_loose_and_does_not_hang() -> None:
 def test_older_pages_are_evicted_first() -> None:
     pages = build(("x", None), ("a", None), ("ab", None), ("y", UNKNOWN_PARENT))
     slots = []
-    while (page := pages.oldest()) is not None:
-        pages.forget(page)
-        slots.append(page.slot)
+    while (victim := pages.victim(1, 10**6)) is not None:
+        pages.forget(victim, 10**6)
+        slots += victim.slot.tolist()
     assert slots == [0, 2, 1, 3]

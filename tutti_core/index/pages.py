@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tutti_core.index.radix import NO_SLOT, Locations, Node, RadixTree
+from tutti_core.index.radix import NO_SLOT, U64, Locations, Node, RadixTree
+from tutti_core.policies.base import Policy
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,21 +26,29 @@ class LoosePage:
 
 
 @dataclass(frozen=True, slots=True)
-class Evictable:
-    """One page offered for eviction. `leaf` is None for a loose page."""
+class Victim:
+    """Pages offered for eviction: the stored ones at the end of a leaf, or one loose page.
 
-    key: bytes
-    slot: int
-    generation: int
+    keys            packed, the deepest page last.
+    slot, generation   parallel to the keys.
+    last_use        when they were used last.
+    leaf            None for a loose page.
+    span            pages to cut off the leaf, gaps among them included.
+    """
+
+    keys: bytes
+    slot: U64
+    generation: U64
     last_use: int
     leaf: Node | None
+    span: int
 
 
 class NamespacePages:
     """Which pages of one namespace are stored where. Not thread-safe; time is passed in."""
 
-    def __init__(self, width: int) -> None:
-        self.tree = RadixTree(width)
+    def __init__(self, width: int, policy: Policy | None = None) -> None:
+        self.tree = RadixTree(width, policy)
         self.loose: OrderedDict[bytes, LoosePage] = OrderedDict()  # least recently used first
         self.pins: dict[bytes, int] = {}
         self._guarded: dict[Node, int] = {}  # pages at the front of each that must stay
@@ -50,7 +59,7 @@ class NamespacePages:
         return self.tree.page_count + len(self.loose)
 
     def match(self, keys: bytes, first: int, now: int) -> int:
-        """Stored pages without a gap from page `first` of a rooted chain on; touches them."""
+        """Stored pages without a gap from page `first` of a rooted chain on; a use of them."""
         return self.tree.match(keys, now, first)
 
     def locate(self, keys: bytes, first: int, rooted: bool, now: int) -> Locations:
@@ -146,34 +155,57 @@ class NamespacePages:
             self.tree.unpark(node)
         self._guarded = {}
 
-    def oldest(self) -> Evictable | None:
-        """The page to evict next: the tail of the oldest leaf, or the oldest loose page.
+    def victim(self, pages_max: int, now: int) -> Victim | None:
+        """Up to `pages_max` pages to evict next: the end of the leaf that the policy names.
 
-        Leaves that end in a pinned or guarded page are parked on the way, so a store full of pins
-        answers at once from the second call on.
+        A loose page goes instead where it is older. Leaves that end in a pinned or guarded page are
+        parked on the way, so a store full of pins answers at once from the second call on.
         """
-        best = self._oldest_loose()
-        while (leaf := self.tree.oldest_leaf()) is not None:
-            tail = self.tree.tail(leaf)
-            if tail.key in self.pins or len(leaf) <= self._guarded.get(leaf, 0):
+        loose = self._oldest_loose()
+        while (leaf := self.tree.victim(now)) is not None:
+            span = min(pages_max, len(leaf) - self._kept_pages(leaf))
+            if span <= 0:
                 self.tree.park(leaf)
                 continue
-            if best is None or leaf.last_use < best.last_use:
-                best = Evictable(tail.key, tail.slot, tail.generation, leaf.last_use, leaf)
-            break
-        return best
+            if loose is not None and loose.last_use <= leaf.last_use:
+                break
+            return self._tail(leaf, span)
+        return loose
 
-    def forget(self, page: Evictable) -> None:
-        """Remove the page that `oldest` returned; no other change may have come between."""
-        if page.leaf is None:
-            del self.loose[page.key]
+    def forget(self, victim: Victim, now: int) -> None:
+        """Remove what `victim` returned; no other change may have come between."""
+        if victim.leaf is None:
+            del self.loose[victim.keys]
         else:
-            self.tree.cut_tail(page.leaf)
+            self.tree.cut_tail(victim.leaf, victim.span, now)
 
-    def _oldest_loose(self) -> Evictable | None:
+    def _tail(self, leaf: Node, span: int) -> Victim:
+        low, width = len(leaf) - span, self.tree.width
+        slot = np.frombuffer(leaf.slots, dtype=np.uint64)[low:].copy()
+        generation = np.frombuffer(leaf.generations, dtype=np.uint64)[low:].copy()
+        keys = bytes(leaf.keys[low * width :])
+        if leaf.gaps:
+            stored = slot != NO_SLOT
+            slot, generation = slot[stored], generation[stored]
+            rows = np.frombuffer(keys, dtype=np.uint8).reshape(span, width)
+            keys = rows[stored].tobytes()
+        return Victim(keys, slot, generation, leaf.last_use, leaf, span)
+
+    def _kept_pages(self, leaf: Node) -> int:
+        """How many pages at the front of `leaf` must stay because of a guard or a pin."""
+        kept = self._guarded.get(leaf, 0)
+        if self.pins:
+            for i in range(len(leaf) - 1, kept - 1, -1):
+                if self._key(leaf.keys, i) in self.pins:
+                    return i + 1
+        return kept
+
+    def _oldest_loose(self) -> Victim | None:
         for key, page in self.loose.items():
             if key not in self.pins:
-                return Evictable(key, page.slot, page.generation, page.last_use, None)
+                slot = np.array([page.slot], dtype=np.uint64)
+                generation = np.array([page.generation], dtype=np.uint64)
+                return Victim(key, slot, generation, page.last_use, None, 1)
         return None
 
     def _add_loose(self, keys: bytes, first: int, rooted: bool, found: Locations, now: int) -> None:
@@ -194,6 +226,6 @@ class NamespacePages:
         if rooted:
             self.insert(keys, first, True, moved, now)
 
-    def _key(self, keys: bytes, index: int) -> bytes:
+    def _key(self, keys: bytes | bytearray, index: int) -> bytes:
         width = self.tree.width
-        return keys[index * width : (index + 1) * width]
+        return bytes(keys[index * width : (index + 1) * width])

@@ -7,10 +7,15 @@ a few memory compares and a page costs its key plus 24 bytes. A page whose bytes
 still stand in the tree, as a *gap* between stored pages (its slot is NO_SLOT): an ancestor that was
 dropped, or never saved, does not take its descendants along.
 
+The pages of a node have one history: they came together and were used together. Where a use covers
+only part of an edge, the edge is split there; pages that come after a used run get a node of their
+own. So what a policy knows is kept once a node, and a use costs one step a node.
+
 Invariants (`check` verifies them)
     - A child hangs at the end of its parent's edge; children of a node differ in their first key.
     - A leaf ends in a stored page; so every gap has a stored page below it.
-    - `leaves` holds exactly the leaves that are not parked, ordered by last use.
+    - The policy has exactly the leaves that are not parked on its list.
+    - No node was used later than its parent.
     - `page_count` is the number of stored pages; `node.gaps` that of gaps in its edge.
 """
 
@@ -22,7 +27,9 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
-from sortedcontainers import SortedDict
+
+from tutti_core.policies.base import Policy
+from tutti_core.policies.lru import Lru
 
 U64 = npt.NDArray[np.uint64]
 
@@ -31,31 +38,52 @@ NO_SLOT = (1 << 64) - 1
 
 
 class Node:
-    """One edge and the children at its end. Arrays run parallel to the keys, one entry a page."""
+    """One edge and the children at its end. Arrays run parallel to the keys, one entry a page.
+
+    depth           index of its first page in the chain.
+    born            when its pages came.
+    last_use, previous_use   when they were used last, and before that; 0 for never.
+    uses            how often they were used, their coming included.
+    rank, queue     belong to the policy: place among the leaves, and which queue that is in.
+    """
 
     __slots__ = (
+        "born",
         "checksums",
         "children",
+        "depth",
         "gaps",
         "generations",
         "keys",
         "last_use",
+        "listed",
         "parent",
         "parked",
+        "previous_use",
+        "queue",
+        "rank",
         "serial",
         "slots",
+        "uses",
     )
 
-    def __init__(self, serial: int, parent: Node | None) -> None:
+    def __init__(self, serial: int, parent: Node | None, depth: int, now: int) -> None:
         self.serial = serial
         self.parent = parent
+        self.depth = depth
         self.keys = bytearray()
         self.slots = array("Q")
         self.checksums = array("Q")
         self.generations = array("Q")
         self.children: dict[bytes, Node] | None = None
         self.gaps = 0
-        self.last_use = 0
+        self.born = now
+        self.last_use = now
+        self.previous_use = 0
+        self.uses = 1
+        self.rank: float = 0
+        self.queue = 0
+        self.listed = False
         self.parked = False
 
     def __len__(self) -> int:
@@ -93,44 +121,40 @@ class Locations:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class Victim:
-    """A page offered for eviction: the last page of a leaf."""
-
-    node: Node
-    key: bytes
-    slot: int
-    generation: int
-
-
 class RadixTree:
     """Pages of one namespace, keyed by chains of `width`-byte page keys. Not thread-safe."""
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, width: int, policy: Policy | None = None) -> None:
         self.width = width
-        self.root = Node(0, None)
-        self.leaves: SortedDict = SortedDict()  # (last_use, serial) -> Node
+        self.policy = policy if policy is not None else Lru()
+        self.root = Node(0, None, 0, 0)
         self.page_count = 0
-        self._parked: dict[int, Node] = {}  # by serial; out of `leaves` until unparked
+        self._parked: dict[int, Node] = {}  # by serial; off the policy's list until unparked
         self._serial = 0
 
     # ---- reading ----
     def match(self, keys: bytes, now: int, first: int = 0) -> int:
-        """Return how many pages from page `first` on are stored without a gap, and touch the path.
+        """Return how many pages from page `first` on are stored without a gap, and count a use.
+
+        The pages found are used; the pages before `first`, and those of no match, are not, but no
+        ancestor of a used page is older than it.
 
         Parameters
             keys: packed chain from the first page of the sequence on.
-            now: recency given to the nodes passed; rising from call to call.
-        Cost       one compare per node on the path.
+            now: the time; rising from call to call.
+        Cost       one compare and one step of the policy per node on the path.
         """
         path = self._walk(keys, len(keys) // self.width)
         hit = self._stored_run(path, first)
         if hit:
-            self._touch([step for step in path if step[1] < first + hit], now)
+            self._use(path, first, first + hit, now)
         return hit
 
     def locate(self, keys: bytes, now: int, first: int = 0) -> Locations:
-        """Return the locations of pages `first` .. end of the chain, and touch the path."""
+        """Return the locations of pages `first` .. end of the chain; their path is as if new.
+
+        Not a use: what reads pages has matched them before.
+        """
         count = len(keys) // self.width
         path = self._walk(keys, count)
         found = Locations.absent(count - first)
@@ -143,7 +167,7 @@ class RadixTree:
             found.slot[target] = np.frombuffer(node.slots, dtype=np.uint64)[inside]
             found.checksum[target] = np.frombuffer(node.checksums, dtype=np.uint64)[inside]
             found.generation[target] = np.frombuffer(node.generations, dtype=np.uint64)[inside]
-        self._touch(path, now)
+        self._refresh(path, now)
         return found
 
     def _stored_run(self, path: list[tuple[Node, int, int]], first: int) -> int:
@@ -191,9 +215,31 @@ class RadixTree:
                     high = middle
             return low
 
-    def _touch(self, path: list[tuple[Node, int, int]], now: int) -> None:
+    def _use(self, path: list[tuple[Node, int, int]], first: int, stop: int, now: int) -> None:
+        """Pages first .. stop-1 are used now; a node that ends later is split."""
+        policy = self.policy
+        for node, start, length in path:
+            if start >= stop:
+                break
+            if start + length <= first:
+                self._renew(node, now)
+                continue
+            if start + len(node) > stop:
+                node = self._split(node, stop - start)
+            if now > node.last_use:
+                node.previous_use = node.last_use
+                node.last_use = now
+            node.uses += 1
+            policy.used(node, now)
+
+    def _refresh(self, path: list[tuple[Node, int, int]], now: int) -> None:
         for node, _, _ in path:
-            self._set_last_use(node, now)
+            self._renew(node, now)
+
+    def _renew(self, node: Node, now: int) -> None:
+        if now > node.last_use:
+            node.last_use = now
+            self.policy.renewed(node, now)
 
     # ---- writing ----
     def insert(self, keys: bytes, first: int, pages: Locations, now: int) -> None:
@@ -225,7 +271,7 @@ class RadixTree:
             if path and path[-1][2] < len(end):
                 end = self._split(end, path[-1][2])
             self._append(end, keys[known * width : count * width], fresh, now)
-        self._touch(self._walk(keys, count), now)
+        self._refresh(self._walk(keys, count), now)
 
     def drop(self, keys: bytes, index: int, generation: int) -> bool:
         """Forget page `index` of the chain if it is stored with this generation."""
@@ -267,15 +313,10 @@ class RadixTree:
             node.generations[at + i] = int(pages.generation[i])
 
     def _append(self, node: Node, keys: bytes, pages: Locations, now: int) -> None:
-        """Hang a run below `node`: a longer edge where `node` is a leaf, else a new child."""
-        if node is self.root or node.children:
-            child = self._new_node(node, now)
-            if node.children is None:
-                node.children = {}
-            node.children[keys[: self.width]] = child
-            node = child
+        """Hang a run below `node`: a longer edge if that is a leaf not used yet, else a child."""
+        if node is self.root or node.children or node.uses > 1:
+            node = self._hang(node, keys[: self.width], now)
         self._forget_parking(node)  # whatever was pinned is not the last page any more
-        self._list_leaf(node)
         gaps = int(np.count_nonzero(pages.slot == NO_SLOT))
         node.keys += keys
         node.slots.frombytes(pages.slot.tobytes())
@@ -283,6 +324,18 @@ class RadixTree:
         node.generations.frombytes(pages.generation.tobytes())
         node.gaps += gaps
         self.page_count += len(pages) - gaps
+        self.policy.admitted(node, len(pages), now)
+        self._list_leaf(node)
+
+    def _hang(self, node: Node, first_key: bytes, now: int) -> Node:
+        """A new child of `node`, still empty and not on the policy's list."""
+        child = self._new_node(node, node.depth + len(node), now)
+        if node.children is None:
+            if node is not self.root:
+                self._unlist_leaf(node)
+            node.children = {}
+        node.children[first_key] = child
+        return child
 
     def _split(self, node: Node, at: int) -> Node:
         """Cut the edge of `node` after `at` pages; returns the new upper node.
@@ -291,7 +344,10 @@ class RadixTree:
         """
         width, parent = self.width, node.parent
         assert parent is not None and parent.children is not None
-        upper = self._new_node(parent, node.last_use)
+        upper = self._new_node(parent, node.depth, node.born)
+        upper.last_use = node.last_use
+        upper.previous_use = node.previous_use
+        upper.uses = node.uses
         upper.keys = node.keys[: at * width]
         upper.slots = node.slots[:at]
         upper.checksums = node.checksums[:at]
@@ -304,7 +360,9 @@ class RadixTree:
         node.generations = node.generations[at:]
         node.gaps -= upper.gaps
         node.parent = upper
+        node.depth += at
         upper.children = {bytes(node.keys[:width]): node}
+        self.policy.split(upper, node)
         return upper
 
     def _trim(self, node: Node) -> None:
@@ -332,30 +390,28 @@ class RadixTree:
             node.parent = None
             node = parent
 
-    def _new_node(self, parent: Node, now: int) -> Node:
+    def _new_node(self, parent: Node, depth: int, now: int) -> Node:
         self._serial += 1
-        node = Node(self._serial, parent)
-        node.last_use = now
-        return node
+        return Node(self._serial, parent, depth, now)
 
     def pages_along(self, keys: bytes) -> dict[Node, int]:
         """The nodes along a chain, and how many pages of each belong to it."""
         return {node: length for node, _, length in self._walk(keys, len(keys) // self.width)}
 
     # ---- eviction order ----
-    def oldest_leaf(self) -> Node | None:
-        """The leaf that was used least recently and is not parked."""
-        return self.leaves.peekitem(0)[1] if self.leaves else None
+    def victim(self, now: int) -> Node | None:
+        """The leaf from whose end the policy would evict next; None if there is none to offer."""
+        return self.policy.victim(now) if self.page_count else None
 
-    def tail(self, leaf: Node) -> Victim:
-        """The last page of `leaf`; a leaf always ends in a stored page."""
-        return Victim(leaf, bytes(leaf.keys[-self.width :]), leaf.slots[-1], leaf.generations[-1])
-
-    def cut_tail(self, leaf: Node) -> None:
-        """Forget the last page of `leaf`."""
-        leaf.slots[-1] = NO_SLOT
-        leaf.gaps += 1
-        self.page_count -= 1
+    def cut_tail(self, leaf: Node, count: int, now: int) -> None:
+        """Forget the last `count` pages of `leaf`, which the policy has chosen."""
+        low = len(leaf) - count
+        stored = count - (leaf.slots[low:].count(NO_SLOT) if leaf.gaps else 0)
+        self.policy.evicted(leaf, stored, now)
+        for at in range(low, low + count):
+            leaf.slots[at] = NO_SLOT
+        leaf.gaps += stored
+        self.page_count -= stored
         self._trim(leaf)
 
     def park(self, leaf: Node) -> None:
@@ -380,21 +436,14 @@ class RadixTree:
         self._parked.pop(node.serial, None)
 
     def _list_leaf(self, node: Node) -> None:
-        if not node.children and not node.parked:
-            self.leaves[node.last_use, node.serial] = node
+        if not node.children and not node.parked and not node.listed:
+            node.listed = True
+            self.policy.enlist(node)
 
     def _unlist_leaf(self, node: Node) -> None:
-        self.leaves.pop((node.last_use, node.serial), None)
-
-    def _set_last_use(self, node: Node, now: int) -> None:
-        if node.last_use >= now:
-            return
-        if node.children or node.parked:
-            node.last_use = now
-        else:
-            self._unlist_leaf(node)
-            node.last_use = now
-            self._list_leaf(node)
+        if node.listed:
+            node.listed = False
+            self.policy.delist(node)
 
     # ---- whole tree ----
     def nodes(self) -> Iterator[Node]:
@@ -421,18 +470,18 @@ class RadixTree:
 
         No child of `node` may start with the same key.
         """
-        child = self._new_node(node, now)
-        if node.children is None:
-            if node is not self.root:
-                self._unlist_leaf(node)
-            node.children = {}
-        node.children[keys[: self.width]] = child
+        child = self._hang(node, keys[: self.width], now)
         # Made at their size: extending would leave an eighth more room for growth.
         child.keys = bytearray(keys)
         child.slots = array("Q", pages.slot.tobytes())
         child.checksums = array("Q", pages.checksum.tobytes())
         child.generations = array("Q", pages.generation.tobytes())
         self.page_count += len(pages)
+        above = node
+        while above.parent is not None and above.last_use < now:  # none is listed: it has a child
+            above.last_use = now
+            above = above.parent
+        self.policy.admitted(child, len(pages), now)
         self._list_leaf(child)
         return child
 
@@ -443,22 +492,28 @@ class RadixTree:
 
     def check(self) -> None:
         """Raise AssertionError if an invariant does not hold. O(pages); for tests."""
-        pages, leaves = 0, {}
+        pages, leaves = 0, []
         for node in self.nodes():
-            assert node.parent is not None and node.parent.children is not None
+            parent = node.parent
+            assert parent is not None and parent.children is not None
             first = bytes(node.keys[: self.width])
-            assert node.parent.children[first] is node
+            assert parent.children[first] is node
+            assert node.depth == parent.depth + len(parent)
             assert len(node) > 0 and len(node.keys) == len(node) * self.width
             assert len(node.checksums) == len(node.generations) == len(node)
             assert node.gaps == node.slots.count(NO_SLOT)
             assert node.children is None or node.children
+            if parent is not self.root:
+                assert node.last_use <= parent.last_use
             pages += len(node) - node.gaps
             if not node.children:
                 assert node.slots[-1] != NO_SLOT
                 assert node.parked == (self._parked.get(node.serial) is node)
+                assert node.listed == (not node.parked)
                 if not node.parked:
-                    leaves[node.last_use, node.serial] = node
+                    leaves.append(node)
             else:
+                assert not node.listed
                 assert not node.parked or self._parked.get(node.serial) is node
         assert pages == self.page_count
-        assert dict(self.leaves) == leaves
+        self.policy.check(leaves)

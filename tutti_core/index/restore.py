@@ -13,6 +13,7 @@ from tutti_core.format import ROOT_PARENT
 from tutti_core.index.catalog import RECORD_KEY_BYTES, Records, page_keys_of, slots_of_records
 from tutti_core.index.pages import LoosePage, NamespacePages
 from tutti_core.index.radix import Locations
+from tutti_core.policies.base import Policy
 
 Indices = npt.NDArray[np.int64]
 
@@ -20,7 +21,9 @@ _ROOT = -1
 _UNKNOWN = -2
 
 
-def build_pages(width: int, record_keys: bytes, records: Records) -> NamespacePages:
+def build_pages(
+    width: int, record_keys: bytes, records: Records, policy: Policy | None = None
+) -> NamespacePages:
     """Return the index of one namespace.
 
     Parameters
@@ -29,7 +32,7 @@ def build_pages(width: int, record_keys: bytes, records: Records) -> NamespacePa
     last use, so that older pages are evicted first.
     Cost       O(n log n) array work, and one step of Python per page to follow the runs.
     """
-    pages = NamespacePages(width)
+    pages = NamespacePages(width, policy)
     if len(records) == 0:
         return pages
     parent = _parents(record_keys, records)

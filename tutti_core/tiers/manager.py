@@ -36,7 +36,7 @@ from tutti_core.index.catalog import (
     record_key_at,
     slots_of_records,
 )
-from tutti_core.index.pages import Evictable, NamespacePages
+from tutti_core.index.pages import NamespacePages, Victim
 from tutti_core.index.radix import NO_SLOT, Locations
 from tutti_core.index.restore import build_pages
 from tutti_core.io.transport import BLOCK_BYTES
@@ -131,7 +131,8 @@ class Manager:
         return entry
 
     def _tick(self) -> int:
-        self._clock += 1
+        """The time in nanoseconds, rising from call to call."""
+        self._clock = max(self._clock + 1, time.monotonic_ns())
         return self._clock
 
     # ---- look-up ----
@@ -389,7 +390,7 @@ class Manager:
             self._evict(entry, chain, excess, None)
 
     def _evict(self, entry: Entry, chain: bytes, count: int, slot_bytes: int | None) -> bool:
-        """Evict `count` pages of one slot size (None: any), oldest leaves first; False if none.
+        """Evict `count` pages of one slot size (None: any), in the policy's order; False if none.
 
         The pages of `chain` in `entry` stay: room is being made for what follows them.
         Pages of another size go first where they are older; their segments are recycled when empty.
@@ -406,24 +407,20 @@ class Manager:
         while left and count > 0 and others > 0:
             with self.lock:
                 entry.pages.guard(chain)
-                for _ in range(EVICTION_STEP_PAGES):
-                    if count <= 0 or others <= 0:
-                        break
-                    choice = self._oldest()
+                looked_at = 0
+                while count > 0 and others > 0 and looked_at < EVICTION_STEP_PAGES:
+                    choice = self._choose_victim(min(count, EVICTION_STEP_PAGES - looked_at))
                     if choice is None:
                         left = False
                         break
-                    owner, page = choice
-                    owner.pages.forget(page)
-                    # Retired at once: a look-up that still finds the record must not revive it, and
-                    # a page that stands under two chains goes once.
-                    if not self.space.retire_page(page.slot, page.generation):
-                        continue  # another process's, which only it can evict; or one that is gone
-                    victims.append((owner.record_keys(page.key), page.slot, page.generation))
+                    owner, victim = choice
+                    looked_at += victim.span
+                    retired = self._retire(owner, victim)
+                    victims += retired
                     if slot_bytes is None or owner.slot_bytes == slot_bytes:
-                        count -= 1
+                        count -= len(retired)
                     else:
-                        others -= owner.slot_bytes // BLOCK_BYTES
+                        others -= len(retired) * (owner.slot_bytes // BLOCK_BYTES)
                 entry.pages.unguard()
             time.sleep(_EVICTION_PAUSE_S)
         if not victims and not self._unremoved:
@@ -431,6 +428,20 @@ class Manager:
         self._remove_retired(victims)
         self.count("evicted_pages", len(victims))
         return True
+
+    def _retire(self, owner: Entry, victim: Victim) -> list[tuple[bytes, int, int]]:
+        """Take victims out of the index; returns (record key, slot, generation) of our own.
+
+        Retired at once: a look-up that still finds the record must not revive it, and a page that
+        stands under two chains goes once. Another process's page only it can evict.
+        """
+        owner.pages.forget(victim, self._tick())
+        mine = np.flatnonzero(self.space.retire_held(victim.slot, victim.generation))
+        if len(mine) == 0:
+            return []
+        record_keys = owner.record_keys(victim.keys)
+        slots, generations = victim.slot.tolist(), victim.generation.tolist()
+        return [(record_key_at(record_keys, i), slots[i], generations[i]) for i in mine.tolist()]
 
     def _remove_retired(self, pages: list[tuple[bytes, int, int]]) -> None:
         """Remove the records of retired pages and give their slots up.
@@ -444,12 +455,14 @@ class Manager:
         with self.lock:
             self.space.give_up(slots)
 
-    def _oldest(self) -> tuple[Entry, Evictable] | None:
-        best: tuple[Entry, Evictable] | None = None
+    def _choose_victim(self, pages_max: int) -> tuple[Entry, Victim] | None:
+        """What goes next: of what each namespace's policy offers, the pages used longest ago."""
+        best: tuple[Entry, Victim] | None = None
+        now = self._tick()
         for entry in self._entries.values():
-            page = entry.pages.oldest()
-            if page is not None and (best is None or page.last_use < best[1].last_use):
-                best = (entry, page)
+            victim = entry.pages.victim(pages_max, now)
+            if victim is not None and (best is None or victim.last_use < best[1].last_use):
+                best = (entry, victim)
         return best
 
     # ---- publishing and removing (saver thread) ----

@@ -141,12 +141,21 @@ class Space:
         for piece, index, _ in self._by_segment(slots):
             piece.generation[index] = _RESERVED
 
-    def retire_page(self, slot: int, generation: int) -> bool:
-        """`retire` one slot if it is owned and holds that generation; False: it is left alone."""
-        if not self.holds_page(slot, generation):
-            return False
-        self.segments[slot >> 32].generation[slot & 0xFFFFFFFF] = _RESERVED
-        return True
+    def retire_held(self, slots: U64, generations: U64) -> npt.NDArray[np.bool_]:
+        """`retire` the slots that are owned and hold these generations; the others stay as is.
+
+        A slot given twice is retired once; the result says True for its first place only.
+        """
+        result = np.zeros(len(slots), dtype=np.bool_)
+        for piece, index, chosen in self._by_segment(slots):
+            last = len(piece.generation) - 1
+            held = (index <= last) & (
+                piece.generation[np.minimum(index, last)] == generations[chosen]
+            )
+            _, first = np.unique(index[held], return_index=True)
+            result[chosen[np.flatnonzero(held)[first]]] = True
+            piece.generation[index[held]] = _RESERVED
+        return result
 
     def give_up(self, slots: U64) -> None:
         """The records of these slots are gone; free them when no reader can be at them."""

@@ -1,0 +1,81 @@
+"""What a policy is told about the runs of a prefix tree, and what it answers.
+
+A policy orders the leaves of one namespace's tree for eviction. It sees runs (`Node`s of
+`index/radix.py`), never pages: the pages of a run have one history, and go from the end of the run,
+so a page never outlives what it depends on whatever the policy says. Only leaves can go; a run that
+has children is off the list and comes back, with the history it has by then, when they are gone.
+
+Pure: time and seed are passed in; the same calls give the same answers. Calls come under the lock
+of the store; one policy serves one tree.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Collection
+from typing import TYPE_CHECKING, ClassVar
+
+if TYPE_CHECKING:
+    from tutti_core.index.radix import Node
+
+NS_PER_S = 1_000_000_000
+
+
+class Policy(ABC):
+    """Order of eviction among the leaves of one tree.
+
+    Parameters
+        capacity_pages: how many pages the tree may hold; the whole store's where namespaces share.
+        seed: for policies that draw lots.
+    Times are nanoseconds and rise from call to call; the zero is anywhere.
+    Cost       every method amortised O(log n) or better a run.
+    """
+
+    name: ClassVar[str]
+
+    def __init__(self, capacity_pages: int = 1 << 20, seed: int = 0) -> None:
+        self.capacity_pages = capacity_pages
+        self.seed = seed
+
+    def admitted(self, run: Node, pages: int, now: int) -> None:
+        """The last `pages` of `run` have come; all of them, or the end of a run not used yet."""
+
+    def used(self, run: Node, now: int) -> None:
+        """All pages of `run` were used; its history says so already."""
+
+    def renewed(self, run: Node, now: int) -> None:
+        """Something below `run`, or a transfer of it, made it newer; `last_use` says so already."""
+
+    def split(self, upper: Node, lower: Node) -> None:
+        """`upper`, new and not a leaf, was cut off the front of `lower`; it has its history."""
+        upper.rank = lower.rank
+        upper.queue = lower.queue
+
+    def evicted(self, leaf: Node, pages: int, now: int) -> None:
+        """The last `pages` of `leaf` are about to go, because the policy or a limit said so."""
+
+    @abstractmethod
+    def enlist(self, leaf: Node) -> None:
+        """`leaf` may be evicted from now on."""
+
+    @abstractmethod
+    def delist(self, leaf: Node) -> None:
+        """`leaf` may not be evicted any more, or is gone."""
+
+    @abstractmethod
+    def victim(self, now: int) -> Node | None:
+        """The leaf to evict from next; None if none is listed."""
+
+    def resize(self, capacity_pages: int) -> None:
+        """The tree may hold more or fewer pages from now on."""
+        self.capacity_pages = capacity_pages
+
+    @abstractmethod
+    def listed(self) -> Collection[Node]:
+        """All leaves on the list, in no order. O(leaves); for tests."""
+
+    def check(self, leaves: Collection[Node]) -> None:
+        """Raise AssertionError unless exactly `leaves` are on the list; for tests."""
+        listed = self.listed()
+        assert len(listed) == len(leaves)
+        assert {id(leaf) for leaf in listed} == {id(leaf) for leaf in leaves}
