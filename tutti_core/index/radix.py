@@ -30,6 +30,7 @@ import numpy.typing as npt
 
 from tutti_core.policies.base import Policy
 from tutti_core.policies.lru import Lru
+from tutti_core.policies.shadows import Shadow
 
 U64 = npt.NDArray[np.uint64]
 
@@ -313,9 +314,31 @@ class RadixTree:
             node.generations[at + i] = int(pages.generation[i])
 
     def _append(self, node: Node, keys: bytes, pages: Locations, now: int) -> None:
-        """Hang a run below `node`: a longer edge if that is a leaf not used yet, else a child."""
-        if node is self.root or node.children or node.uses > 1:
+        """Hang a run below `node`, as one node for each history that the policy remembers."""
+        shadows = self.policy.shadows
+        if shadows is None or not len(shadows):
+            node = self._extend(node, keys, pages, now, None)
+        else:
+            at = 0
+            for count, shadow in shadows.recall(keys, self.width):
+                part = keys[at * self.width : (at + count) * self.width]
+                node = self._extend(node, part, pages.part(at, at + count), now, shadow)
+                at += count
+        self._list_leaf(node)
+
+    def _extend(
+        self, node: Node, keys: bytes, pages: Locations, now: int, shadow: Shadow | None
+    ) -> Node:
+        """Add a run of one history: a longer edge if `node` is a leaf not used yet, else a child.
+
+        Returns
+            the node that ends with the run.
+        """
+        if node is self.root or node.children or node.uses > 1 or shadow is not None:
             node = self._hang(node, keys[: self.width], now)
+            if shadow is not None:
+                node.born, node.uses = shadow.born, shadow.uses + 1
+                node.previous_use, node.queue = shadow.last_use, shadow.queue
         self._forget_parking(node)  # whatever was pinned is not the last page any more
         gaps = int(np.count_nonzero(pages.slot == NO_SLOT))
         node.keys += keys
@@ -325,7 +348,7 @@ class RadixTree:
         node.gaps += gaps
         self.page_count += len(pages) - gaps
         self.policy.admitted(node, len(pages), now)
-        self._list_leaf(node)
+        return node
 
     def _hang(self, node: Node, first_key: bytes, now: int) -> Node:
         """A new child of `node`, still empty and not on the policy's list."""
@@ -407,6 +430,8 @@ class RadixTree:
         """Forget the last `count` pages of `leaf`, which the policy has chosen."""
         low = len(leaf) - count
         stored = count - (leaf.slots[low:].count(NO_SLOT) if leaf.gaps else 0)
+        if self.policy.shadows is not None:
+            self.policy.shadows.remember(leaf, low, self.width, now)
         self.policy.evicted(leaf, stored, now)
         for at in range(low, low + count):
             leaf.slots[at] = NO_SLOT

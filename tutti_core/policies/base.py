@@ -15,6 +15,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection
 from typing import TYPE_CHECKING, ClassVar
 
+from tutti_core.policies.shadows import Shadows
+
 if TYPE_CHECKING:
     from tutti_core.index.radix import Node
 
@@ -32,10 +34,17 @@ class Policy(ABC):
     """
 
     name: ClassVar[str]
+    shadow_share: ClassVar[float] = 0.0
+    """How many evicted pages to remember, as a share of the capacity; 0 for none."""
 
     def __init__(self, capacity_pages: int = 1 << 20, seed: int = 0) -> None:
         self.capacity_pages = capacity_pages
         self.seed = seed
+        self.shadows: Shadows | None = None
+        if self.shadow_share:
+            self.shadows = Shadows(int(capacity_pages * self.shadow_share))
+        """A run that comes back has the history it had, one use more, and is `admitted` with
+        `uses` > 1 and its former `queue`."""
 
     def admitted(self, run: Node, pages: int, now: int) -> None:
         """The last `pages` of `run` have come; all of them, or the end of a run not used yet."""
@@ -69,6 +78,8 @@ class Policy(ABC):
     def resize(self, capacity_pages: int) -> None:
         """The tree may hold more or fewer pages from now on."""
         self.capacity_pages = capacity_pages
+        if self.shadows is not None:
+            self.shadows.pages_max = int(capacity_pages * self.shadow_share)
 
     @abstractmethod
     def listed(self) -> Collection[Node]:

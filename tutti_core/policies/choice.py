@@ -5,8 +5,9 @@ from __future__ import annotations
 from tutti_core.errors import ConfigError, nearest
 from tutti_core.policies.base import Policy
 from tutti_core.policies.lru import Lru
+from tutti_core.policies.lru_k import Lru2
 
-POLICIES: dict[str, type[Policy]] = {policy.name: policy for policy in (Lru,)}
+POLICIES: dict[str, type[Policy]] = {policy.name: policy for policy in (Lru, Lru2)}
 
 DEFAULT = Lru.name
 

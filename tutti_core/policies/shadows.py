@@ -1,0 +1,116 @@
+"""Shadows of evicted runs: what was known of their use, should they come back.
+
+Pure. Bounded in pages; the shadow that was made first is forgotten first. A shadow is found by the
+key of its first page, which names the whole prefix before it; of the others four bytes are kept, to
+see how far the run that comes back is the same. (A wrong answer, one in four billion, costs a wrong
+guess of a policy.)
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from tutti_core.index.radix import Node
+
+_DIGEST_BYTES = 4
+_RUN_PAGES = 8
+"""What a shadow costs besides its digests, as so many pages, when the bound is counted."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shadow:
+    """History of a run that was evicted; fields as in Node. `gone` is when it was evicted."""
+
+    digests: bytes
+    born: int
+    last_use: int
+    previous_use: int
+    uses: int
+    queue: int
+    gone: int
+
+    def __len__(self) -> int:
+        return len(self.digests) // _DIGEST_BYTES
+
+
+class Shadows:
+    """Shadows of up to `pages_max` evicted pages of one tree.
+
+    Cost       O(log pages) a run, and a copy of four bytes a page.
+    """
+
+    def __init__(self, pages_max: int) -> None:
+        self.pages_max = pages_max
+        self.page_count = 0
+        self._runs: OrderedDict[bytes, Shadow] = OrderedDict()  # by first key; oldest first
+
+    def __len__(self) -> int:
+        return len(self._runs)
+
+    def remember(self, run: Node, first: int, width: int, now: int) -> None:
+        """The pages of `run` from `first` on are evicted."""
+        self.forget(bytes(run.keys[first * width : (first + 1) * width]))
+        self._runs[bytes(run.keys[first * width : (first + 1) * width])] = Shadow(
+            _digests(run.keys, first, len(run), width),
+            run.born,
+            run.last_use,
+            run.previous_use,
+            run.uses,
+            run.queue,
+            now,
+        )
+        self.page_count += len(run) - first
+        while self.page_count + _RUN_PAGES * len(self._runs) > self.pages_max and self._runs:
+            self.page_count -= len(self._runs.popitem(last=False)[1])
+
+    def forget(self, first_key: bytes) -> None:
+        """Drop the shadow that begins with this page, if there is one."""
+        shadow = self._runs.pop(first_key, None)
+        if shadow is not None:
+            self.page_count -= len(shadow)
+
+    def recall(self, keys: bytes, width: int) -> list[tuple[int, Shadow | None]]:
+        """Cut a run that comes into parts of one history each, and drop the shadows found.
+
+        Returns
+            (pages, shadow) in order; the shadow is None for pages that are not known.
+        """
+        count, at = len(keys) // width, 0
+        parts: list[tuple[int, Shadow | None]] = []
+        while at < count:
+            key = keys[at * width : (at + 1) * width]
+            shadow = self._runs.get(key)
+            if shadow is None:
+                # Shadows of one chain follow each other; where one is missing, nothing follows.
+                parts.append((count - at, None))
+                break
+            self.forget(key)
+            same = _equal_pages(shadow.digests, _digests(keys, at, count, width))
+            parts.append((same, shadow))
+            at += same
+        return parts
+
+
+def _digests(keys: bytes | bytearray, first: int, stop: int, width: int) -> bytes:
+    rows = np.frombuffer(keys, dtype=np.uint8)[first * width : stop * width].reshape(-1, width)
+    return rows[:, :_DIGEST_BYTES].tobytes()
+
+
+def _equal_pages(one: bytes, other: bytes) -> int:
+    """How many leading digests agree; at least 1, as the first keys do."""
+    low = 1
+    high = min(len(one), len(other)) // _DIGEST_BYTES
+    if one[: high * _DIGEST_BYTES] == other[: high * _DIGEST_BYTES]:
+        return high
+    while high - low > 1:
+        middle = (low + high) // 2
+        if one[: middle * _DIGEST_BYTES] == other[: middle * _DIGEST_BYTES]:
+            low = middle
+        else:
+            high = middle
+    return low
