@@ -1,4 +1,4 @@
-"""The `tutti` command: init, info, verify, bench io, bench index.
+"""The `tutti` command: init, info, verify, replay, trace, bench.
 
 Results go to standard output, progress and errors to standard error. An error of ours is one line,
 `error: …`, with exit status 2; `verify` exits with 1 when it found damage. `--json FILE` writes
@@ -29,6 +29,7 @@ from tutti_core.bench.machine import file_system, machine_facts, probe_transport
 from tutti_core.config import StoreConfig
 from tutti_core.errors import ConfigError, TuttiError
 from tutti_core.io.select import TransportName
+from tutti_core.replay.commands import replay, trace_app
 from tutti_core.tiers.pools import Layout, discard_store, inspect_pools, open_layout
 from tutti_core.verify import KINDS, StoreFacts, VerifyReport, describe_store, verify_store
 
@@ -48,6 +49,8 @@ app = typer.Typer(
 )
 bench = typer.Typer(help="Measure this machine.", no_args_is_help=True)
 app.add_typer(bench, name="bench")
+app.command()(replay)
+app.add_typer(trace_app, name="trace")
 
 _Json = Annotated[Path | None, typer.Option("--json", help="Write the result as JSON to FILE.")]
 _StorePath = Annotated[Path, typer.Argument(metavar="PATH", help="Directory of the store.")]

@@ -391,15 +391,12 @@ class RadixTree:
     def _trim(self, node: Node) -> None:
         """Restore the leaf invariant: cut gaps off the end, remove what is empty, go upwards."""
         while node.parent is not None and not node.children:
-            length = len(node)
+            length = len(node) if node.gaps < len(node) else 0
             while length and node.slots[length - 1] == NO_SLOT:
                 length -= 1
             node.gaps -= len(node) - length
             if length:
-                del node.keys[length * self.width :]
-                del node.slots[length:]
-                del node.checksums[length:]
-                del node.generations[length:]
+                self._shorten(node, length)
                 self._forget_parking(node)
                 self._list_leaf(node)
                 return
@@ -412,6 +409,12 @@ class RadixTree:
                 parent.children = None
             node.parent = None
             node = parent
+
+    def _shorten(self, node: Node, length: int) -> None:
+        del node.keys[length * self.width :]
+        del node.slots[length:]
+        del node.checksums[length:]
+        del node.generations[length:]
 
     def _new_node(self, parent: Node, depth: int, now: int) -> Node:
         self._serial += 1
@@ -433,10 +436,13 @@ class RadixTree:
         if self.policy.shadows is not None:
             self.policy.shadows.remember(leaf, low, self.width, now)
         self.policy.evicted(leaf, stored, now)
-        for at in range(low, low + count):
-            leaf.slots[at] = NO_SLOT
-        leaf.gaps += stored
         self.page_count -= stored
+        if low:
+            leaf.gaps -= count - stored
+            self._shorten(leaf, low)
+        else:
+            leaf.slots = array("Q", (NO_SLOT,)) * count
+            leaf.gaps = count
         self._trim(leaf)
 
     def park(self, leaf: Node) -> None:

@@ -9,6 +9,7 @@ guess of a policy.)
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -48,6 +49,8 @@ class Shadows:
         self.pages_max = pages_max
         self.page_count = 0
         self._runs: OrderedDict[bytes, Shadow] = OrderedDict()  # by first key; oldest first
+        self.dropped: Callable[[Shadow, int], None] | None = None
+        """Told of each shadow, and the time, that is forgotten for want of room."""
 
     def __len__(self) -> int:
         return len(self._runs)
@@ -66,7 +69,10 @@ class Shadows:
         )
         self.page_count += len(run) - first
         while self.page_count + _RUN_PAGES * len(self._runs) > self.pages_max and self._runs:
-            self.page_count -= len(self._runs.popitem(last=False)[1])
+            shadow = self._runs.popitem(last=False)[1]
+            self.page_count -= len(shadow)
+            if self.dropped is not None:
+                self.dropped(shadow, now)
 
     def forget(self, first_key: bytes) -> None:
         """Drop the shadow that begins with this page, if there is one."""
