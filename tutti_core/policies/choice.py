@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 from tutti_core.errors import ConfigError, nearest
+from tutti_core.policies.arc import Arc
 from tutti_core.policies.base import Policy
+from tutti_core.policies.gdsf import Gdsf
 from tutti_core.policies.lru import Lru
 from tutti_core.policies.lru_k import Lru2
+from tutti_core.policies.s3_fifo import S3Fifo
+from tutti_core.policies.sieve import Sieve
+from tutti_core.policies.slru import Slru
+from tutti_core.policies.tiny_lfu import TinyLfu
 
-POLICIES: dict[str, type[Policy]] = {policy.name: policy for policy in (Lru, Lru2)}
+POLICIES: dict[str, type[Policy]] = {
+    policy.name: policy for policy in (Lru, Lru2, Slru, S3Fifo, Sieve, TinyLfu, Gdsf, Arc)
+}
 
 DEFAULT = Lru.name
 

@@ -1,4 +1,4 @@
-"""LRU-2 on a prefix tree: the run whose last use but one is oldest goes first (O'Neil, SIGMOD 1993).
+"""LRU-2 on a prefix tree: the run whose last use but one is oldest goes first (SIGMOD 1993).
 
 A run that was used once has no last use but one, so it goes before all that were used twice; among
 such, the least recently used goes first. Shadows keep the history of what was evicted, as the
