@@ -30,6 +30,7 @@ from tutti_core.store import (
     PrefixStore,
     SaveTicket,
     StoreStats,
+    TierStats,
 )
 
 __all__ = [
@@ -51,6 +52,7 @@ __all__ = [
     "StoreConfig",
     "StoreFullError",
     "StoreStats",
+    "TierStats",
     "TuttiError",
     "UnsupportedError",
     "as_memory",

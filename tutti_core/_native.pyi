@@ -1,4 +1,4 @@
-"""Native parts of tutti: hashing and the io_uring engine. Built from csrc/; may be absent."""
+"""Native parts of tutti: hashing, copies, the io_uring engine. Built from csrc/; may be absent."""
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +23,13 @@ def checksum_items(
     length_bytes: npt.NDArray[np.uint64],
 ) -> npt.NDArray[np.uint64]:
     """XXH3-64 of the bytes of each item, laid out as in a `Batch`. GIL released."""
+
+def copy_pieces(
+    target: npt.NDArray[np.uint64],
+    source: npt.NDArray[np.uint64],
+    length_bytes: npt.NDArray[np.uint64],
+) -> None:
+    """Copy length_bytes[i] bytes from address source[i] to target[i]. GIL released."""
 
 class UringEngine:
     """Several devices, each with a ring and a thread. Statuses are returned, not raised."""

@@ -391,6 +391,45 @@ def bench_index(
     _show({"command": "bench index", **result}, json_file, show)
 
 
+@bench.command("tiers")
+def bench_tiers(
+    folder: Annotated[
+        Path, typer.Option("--dir", help="Directory for the stores that are measured.")
+    ] = Path("."),
+    sizes: Annotated[str, typer.Option(help="Page sizes, with commas.")] = "256KiB,2MiB",
+    pages: Annotated[int, typer.Option(min=1, help="Pages of a call.")] = 128,
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds of the bandwidth.")] = 15,
+    seconds: Annotated[float, typer.Option(min=0.1, help="Length of each latency phase.")] = 8.0,
+    transport: _Transport = "auto",
+    json_file: _Json = None,
+) -> None:
+    """Loads from DRAM against a memory copy; latency of loads with and without churn."""
+    from tutti_core.bench.tiers import TiersPlan, run_tiers
+
+    _check_json(json_file)
+    plan = TiersPlan(folder, _sizes(sizes), pages, rounds, seconds, transport)
+    with _spinner("starting") as say:
+        result = run_tiers(plan, say)
+
+    def show(console: Console) -> None:
+        title = f"latency of loads, {seconds:g} s a phase"
+        columns = ("name", "page_bytes", "count", "p50_ms", "p99_ms")
+        console.print(_rows_table(title, columns, _latency_rows(result["latency"])))
+        console.print(_rows_table("targets", ("name", "value", "target", "met"), result["targets"]))
+
+    _show({"command": "bench tiers", **result}, json_file, show)
+
+
+def _latency_rows(measured: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """One row for each page size, kind of load and phase."""
+    return [
+        {"name": f"{kind}, {phase}", "page_bytes": size["page_bytes"], **size[phase][kind]}
+        for size in measured
+        for phase in ("quiet", "churn")
+        for kind in ("hit", "device")
+    ]
+
+
 def _sizes(text: str) -> tuple[int, ...]:
     try:
         return tuple(int(TypeAdapter(ByteSize).validate_python(part)) for part in text.split(","))

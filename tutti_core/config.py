@@ -22,6 +22,7 @@ _SEGMENT_MIN_BYTES = _MiB
 _SEGMENT_MAX_BYTES = _GiB
 _CATALOG_MIN_BYTES = 8 * _MiB
 _CATALOG_MAX_BYTES = 8 * _GiB
+_TIER_MIN_BYTES = 8 * BLOCK_BYTES
 
 
 class StoreConfig(BaseModel):
@@ -53,6 +54,21 @@ class StoreConfig(BaseModel):
     bounce          memory per device for fragments that are not aligned for O_DIRECT.
     backlog         bytes of pages that may wait to be saved; beyond it `save` answers "not stored".
     huge_pages      put memory that is registered into huge pages where the kernel will.
+    dram            size of a tier of pages in host memory above the drives; 0: none. It holds pages
+                    of at most an eighth of it.
+    hbm             size of a tier of pages in the memory of a GPU above that; needs CuPy. 0: none.
+    write_policy    "write_through": pages are written to the drives, and copied into `dram`;
+                    "write_back": a save ends when its pages are in `dram`, they are written when
+                    they have to leave it, by `flush` and by `close`; "write_selective": like
+                    write_back, and pages that nobody uses again are never written. With the last
+                    two a crash costs the pages that were not written yet.
+    dram_mode       "inclusive": pages that are copied into `dram` stay on the drives; "exclusive":
+                    they leave the drives, so both sizes add up, and a crash costs them.
+    policy          which pages go first: "reuse" learns from the stream what is used again; "lru",
+                    "lru2", "slru", "s3fifo", "sieve", "tinylfu", "gdsf", "arc".
+    admission       which new pages are written to the drives: "always"; "second_touch": those that
+                    were saved before, of late; "frequency": those that were saved often.
+    write_budget    bytes that may be written to the drives in any 24 hours; none: no limit.
     io_timeout_s    how long a call waits for its transfers before it reports them as failed.
     """
 
@@ -73,6 +89,15 @@ class StoreConfig(BaseModel):
     bounce: ByteSize = ByteSize(16 * _MiB)
     backlog: ByteSize = ByteSize(4 * _GiB)
     huge_pages: bool = True
+    dram: ByteSize = ByteSize(0)
+    hbm: ByteSize = ByteSize(0)
+    write_policy: Literal["write_through", "write_back", "write_selective"] = "write_through"
+    dram_mode: Literal["inclusive", "exclusive"] = "inclusive"
+    policy: Literal["reuse", "lru", "lru2", "slru", "s3fifo", "sieve", "tinylfu", "gdsf", "arc"] = (
+        "reuse"
+    )
+    admission: Literal["always", "second_touch", "frequency"] = "always"
+    write_budget: Annotated[ByteSize, Field(gt=0)] | None = None
     io_timeout_s: Annotated[float, Field(gt=0, le=3600)] = 30.0
 
     @classmethod
@@ -93,6 +118,7 @@ class StoreConfig(BaseModel):
         except ValidationError as error:
             raise ConfigError(_words(error)) from None
         config._check_sizes()
+        config._check_tiers()
         return config
 
     @classmethod
@@ -201,6 +227,22 @@ class StoreConfig(BaseModel):
             raise ConfigError(
                 f"capacity = {int(self.capacity)} bytes is smaller than one segment in each pool",
                 hint=f"use at least {need} bytes, or a smaller segment",
+            )
+
+    def _check_tiers(self) -> None:
+        for name, value in (("dram", int(self.dram)), ("hbm", int(self.hbm))):
+            if value < 0 or 0 < value < _TIER_MIN_BYTES:
+                raise ConfigError(
+                    f"{name} = {value} must be 0, for none, or at least {_TIER_MIN_BYTES} bytes"
+                )
+        if self.dram == 0 and self.write_policy != "write_through":
+            raise ConfigError(
+                f'write_policy = "{self.write_policy}" needs a dram tier',
+                hint="set dram to its size",
+            )
+        if self.dram == 0 and self.dram_mode != "inclusive":
+            raise ConfigError(
+                f'dram_mode = "{self.dram_mode}" needs a dram tier', hint="set dram to its size"
             )
 
 

@@ -1,7 +1,8 @@
 """XXH3 over key chains, record keys and page payloads; native where the extension was built.
 
-The one module besides `io/uring.py` that imports the native extension. Without it the same values
-come from the xxhash package, several times slower for key chains (`tutti info` says which is used).
+With `memcopy.py` and `io/uring.py` the only module that imports the native extension. Without it
+the same values come from the xxhash package, several times slower for key chains (`tutti info` says
+which is used).
 All digests are in xxHash's canonical (big-endian) form, so they are the same on every machine.
 """
 

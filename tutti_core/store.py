@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import errno
 import logging
 import os
 import threading
@@ -23,33 +22,33 @@ from tutti_core import hashing
 from tutti_core.config import StoreConfig
 from tutti_core.errors import BusyError, ConfigError, StoreClosedError, nearest
 from tutti_core.geometry import Memory, PageFragments, as_memory, page_fragments
-from tutti_core.index.catalog import record_key_at
-from tutti_core.index.radix import NO_SLOT, Locations
+from tutti_core.index.radix import NO_SLOT
 from tutti_core.io.huge_pages import collapse
 from tutti_core.io.select import open_transport
 from tutti_core.io.transport import (
     BATCH_FRAGMENTS_MAX,
     BATCH_ITEMS_MAX,
-    Batch,
-    BatchResult,
     Capabilities,
-    Op,
     Transport,
     TransportOptions,
 )
 from tutti_core.keys import CHAIN_WIDTH_BYTES, Namespace, PageKeys, encode_salt, token_array
+from tutti_core.tiers.arena import Arena, CudaArena, HostArena
+from tutti_core.tiers.copier import Copier
 from tutti_core.tiers.lease import take_lease
+from tutti_core.tiers.limits import Limits, Rules
+from tutti_core.tiers.loader import Loader, LoadTicket
 from tutti_core.tiers.manager import Entry, Manager
+from tutti_core.tiers.memory import MemoryTier
+from tutti_core.tiers.mover import LoadGate, Mover
 from tutti_core.tiers.pools import lease_folder, open_layout
-from tutti_core.tiers.saver import ClearJob, DropJob, SaveJob, Saver, SaveTicket, page_batch
+from tutti_core.tiers.saver import ClearJob, SaveJob, Saver, SaveTicket
+from tutti_core.tiers.stack import EvictionLog, TierStack
 
 logger = logging.getLogger("tutti")
 
 PAGES_PER_CALL_MAX = BATCH_ITEMS_MAX
 CLOSE_TIMEOUT_S = 120.0
-
-_NOT_THE_PAGE = [-errno.EAGAIN, -errno.EINTR, -errno.ENOMEM, -errno.EFAULT]
-"""Failures of a read that say nothing against the page: a passing shortage, the caller's memory."""
 
 __all__ = [
     "LoadTicket",
@@ -58,6 +57,7 @@ __all__ = [
     "PrefixStore",
     "SaveTicket",
     "StoreStats",
+    "TierStats",
 ]
 
 _open_stores: weakref.WeakSet[PrefixStore] = weakref.WeakSet()
@@ -72,6 +72,26 @@ class Match:
 
 
 @dataclass(frozen=True, slots=True)
+class TierStats:
+    """One tier: "hbm", "dram" or "nvme". Counters are since opening.
+
+    hits       pages that loads took from it.
+    promoted   pages copied or moved into it because they were loaded from a slower one.
+    demoted    pages written from it to the drives.
+    evicted    pages that left it because room was needed.
+    """
+
+    name: str
+    pages: int
+    used_bytes: int
+    capacity_bytes: int
+    hits: int
+    promoted: int
+    demoted: int
+    evicted: int
+
+
+@dataclass(frozen=True, slots=True)
 class StoreStats:
     """A snapshot of a store's counters. Pages are counted over all namespaces of the directory.
 
@@ -79,6 +99,7 @@ class StoreStats:
     used_bytes          slots in use in this process's segments.
     capacity_bytes      the configured bound.
     pending_bytes       page bytes queued or being written.
+    tiers               each tier, the fastest first; the drives are the last.
     transport           what moves the bytes, and why not something faster.
     counters            since opening: saved_pages, loaded_pages, missed_pages, known_pages (saves
                         of pages that were stored already), evicted_pages, checksum_errors,
@@ -92,77 +113,7 @@ class StoreStats:
     index_restored: bool
     transport: Capabilities
     counters: Mapping[str, int]
-
-
-class LoadTicket:
-    """Outcome of one `load`: True for each page whose memory holds the page that was asked for.
-
-    Memory of a page that reports False is undefined and must not be used.
-    Threads    any may wait; all see the same result.
-    """
-
-    def __init__(
-        self, store: PrefixStore, entry: Entry, keys: PageKeys, first: int, count: int
-    ) -> None:
-        self._store = store
-        self._entry = entry
-        self._keys = keys
-        self._first = first
-        self._lock = threading.Lock()
-        self._loaded = np.zeros(count, dtype=np.bool_)
-        self._transfer: tuple[int, int, npt.NDArray[np.intp], Locations, PageFragments] | None
-        self._transfer = None
-
-    def done(self) -> bool:
-        """Whether the result is there; does not block."""
-        return self._advance(0.0, 0.0)
-
-    def wait(self, timeout_s: float | None = None) -> npt.NDArray[np.bool_]:
-        """Return one bool a page.
-
-        Raises
-            BusyError: not finished after `timeout_s`; wait again. The memory is still being written
-                to and must not be reused.
-        """
-        timeout_s = self._store.config.io_timeout_s if timeout_s is None else timeout_s
-        if not self._advance(timeout_s, timeout_s):
-            raise BusyError(f"the load is not finished after {timeout_s} s", op="load")
-        return self._loaded
-
-    def _attach(
-        self,
-        transfer: int,
-        started: int,
-        pages: npt.NDArray[np.intp],
-        where: Locations,
-        memory: PageFragments,
-    ) -> None:
-        self._transfer = (transfer, started, pages, where, memory)
-
-    def _advance(self, lock_timeout_s: float, timeout_s: float) -> bool:
-        """Collect the transfer's result if it ends in time; True when there is a result."""
-        if self._transfer is None:
-            return True
-        if not self._lock.acquire(timeout=lock_timeout_s):
-            return self._transfer is None
-        try:
-            if self._transfer is None:
-                return True
-            transfer, started, pages, where, _ = self._transfer
-            result = self._store._transport.wait(transfer, timeout_s)
-            if result is None:
-                return False
-            try:
-                loaded = self._store._judge(
-                    self._entry, self._keys, self._first, pages, where, result, started
-                )
-                self._loaded[pages] = loaded
-            finally:
-                self._transfer = None
-                self._store._end_load(self, started)
-            return True
-        finally:
-            self._lock.release()
+    tiers: tuple[TierStats, ...] = ()
 
 
 class NamespaceStore:
@@ -208,17 +159,22 @@ class NamespaceStore:
                    page it does not.
         """
         keys = self._chain(tokens, first)
-        pages = self._store._manager.match(self._entry, keys.data, first, keys.rooted)
+        pages = self._store._placement.match(self._entry, keys.data, first, keys.rooted)
         return Match(pages, pages * self.namespace.page_tokens)
 
     def contains(self, tokens: Any, first: int = 0) -> npt.NDArray[np.bool_]:
         """Return one bool a page from `first` on: whether it is stored, holes included."""
         keys = self._chain(tokens, first)
-        where = self._store._manager.locate(self._entry, keys.data, first, keys.rooted)
-        return np.asarray(where.slot != NO_SLOT, dtype=np.bool_)
+        return self._store._present(self._entry, keys, first)
 
     def save(
-        self, tokens: Any, memory: Any, first: int = 0, slots: Sequence[int] | None = None
+        self,
+        tokens: Any,
+        memory: Any,
+        first: int = 0,
+        slots: Sequence[int] | None = None,
+        *,
+        output_tokens: int | None = None,
     ) -> SaveTicket:
         """Start saving the pages from `first` on; returns at once.
 
@@ -235,7 +191,7 @@ class NamespaceStore:
         keys = self._chain(tokens, first)
         count = len(keys) - first
         fragments = self._fragments(memory, count, slots)
-        return self._store._save(self._entry, keys, first, fragments)
+        return self._store._save(self._entry, keys, first, fragments, output_tokens)
 
     def load(
         self,
@@ -260,7 +216,7 @@ class NamespaceStore:
         if count is not None:
             keys = PageKeys(keys.part(0, first + count), keys.width, keys.rooted)
         fragments = self._fragments(memory, len(keys) - first, slots, writable=True)
-        return self._store._load(self._entry, keys, first, fragments)
+        return self._store._loader.start(self._entry, keys, first, fragments)
 
     def pin(self, tokens: Any) -> int:
         """Keep the stored pages of a prefix from being evicted by this process.
@@ -270,14 +226,27 @@ class NamespaceStore:
             not shared with other processes, and end with the process.
         """
         keys = self._chain(tokens, 0)
-        manager = self._store._manager
-        hit = manager.match(self._entry, keys.data, 0, keys.rooted)
-        return manager.pin(self._entry, keys.part(0, hit))
+        placement = self._store._placement
+        hit = placement.match(self._entry, keys.data, 0, keys.rooted)
+        return placement.pin(self._entry, keys.part(0, hit))
 
     def unpin(self, tokens: Any, pages: int) -> None:
         """Take back one `pin` that returned `pages`."""
         keys = self._chain(tokens, 0)
-        self._store._manager.unpin(self._entry, keys.part(0, pages))
+        self._store._placement.unpin(self._entry, keys.part(0, pages))
+
+    def limit(self, *, share: float = 0.0, ttl_s: float | None = None) -> None:
+        """Set the limits of this namespace, in this process, in place of earlier ones.
+
+        Parameters
+            share: part of the drives' capacity, 0 to 1, that pages of other namespaces cannot take
+                from it. It may use more while others leave it.
+            ttl_s: pages whose chain was not used for so long count as gone; their room is reclaimed
+                with the next save.
+        Raises
+            ConfigError: an impossible limit, or the shares add up to more than 1.
+        """
+        self._store._manager.limit(self._entry, Limits(share, ttl_s))
 
     def clear(self, timeout_s: float = 60.0) -> int:
         """Remove all pages of this namespace, and of no other; returns how many there were.
@@ -289,7 +258,12 @@ class NamespaceStore:
         """
         self._store._check_open()
         job = ClearJob(self._entry)
-        if not self._store._saver.enqueue(job) or not job.done.wait(timeout_s):
+        # Saves that were called before are queued before it, also those that end in memory.
+        if (
+            not self._store._drain_copies(timeout_s)
+            or not self._store._saver.enqueue(job)
+            or not job.done.wait(timeout_s)
+        ):
             raise BusyError(f"the namespace is not cleared after {timeout_s} s", op="clear")
         if job.error is not None:
             raise job.error
@@ -335,15 +309,19 @@ class PrefixStore:
     Threads    all methods may be called from any thread. A forked child must open its own.
     """
 
-    def __init__(self, config: StoreConfig, transport: Transport | None = None) -> None:
+    def __init__(
+        self,
+        config: StoreConfig,
+        transport: Transport | None = None,
+        arenas: Mapping[str, Arena] | None = None,
+    ) -> None:
         self.config = config
         self._pid = os.getpid()
         self._closed = False
         self._close_lock = threading.Lock()
-        self._loads_lock = threading.Lock()
-        self._loads: set[LoadTicket] = set()  # keeps their memory alive until they end
-        layout, self._catalog = open_layout(config)
         with ExitStack() as undo:
+            self._tiers = _memory_tiers(config, arenas or {}, undo)
+            layout, self._catalog = open_layout(config)
             undo.callback(self._catalog.close)
             self._lease = take_lease(lease_folder(config.path))
             undo.callback(self._lease.release)
@@ -357,29 +335,65 @@ class PrefixStore:
                 ),
             )
             undo.callback(self._transport.close)
-            self._manager = Manager(
+            self._manager = (EvictionLog if self._tiers else Manager)(
                 layout,
                 self._catalog,
                 self._lease,
                 lease_folder(config.path),
                 -(-layout.segment_count // config.writers_max),
+                Rules(config.policy, config.admission, config.write_budget),
             )
             undo.pop_all()
         self._secret = layout.secret
-        self._saver = Saver(
+        self._placement: Manager | TierStack = self._manager
+        self._copier: Copier | None = None
+        self._mover: Mover | None = None
+        self._stack: TierStack | None = None
+        self._start_threads()
+        _open_stores.add(self)
+
+    def _start_threads(self) -> None:
+        config, gate = self.config, LoadGate()
+        if self._tiers:
+            assert isinstance(self._manager, EvictionLog)
+            self._copier = Copier(int(config.backlog))
+            self._stack = TierStack(self._manager, self._tiers, self._copier, config.write_policy)
+            self._placement = self._stack
+        self._loader = Loader(
+            self._manager,
+            self._transport,
+            gate,
+            verify=config.verify,
+            io_timeout_s=config.io_timeout_s,
+            stack=self._stack,
+        )
+        self._saver = self._loader.saver = Saver(
             self._manager,
             self._transport,
             flush=config.durability == "flush",
             backlog_bytes=int(config.backlog),
             io_timeout_s=config.io_timeout_s,
             sweep=self._sweep,
-            fail=lambda: self._manager.count("internal_errors", 1),
+            fail=self._note_internal_error,
+            upper=self._stack,
         )
+        if self._stack is not None:
+            self._mover = Mover(
+                self._manager,
+                self._transport,
+                self._saver,
+                self._tiers,
+                gate=gate,
+                io_timeout_s=config.io_timeout_s,
+                first_gap=self._stack.first_gap,
+                sweep=self._sweep,
+                fail=self._note_internal_error,
+            )
+            self._stack.connect(self._saver, self._mover)
         self._restorer = threading.Thread(
             target=self._manager.restore, name="tutti-restore", daemon=True
         )
         self._restorer.start()
-        _open_stores.add(self)
 
     @classmethod
     def open(
@@ -422,7 +436,8 @@ class PrefixStore:
         Parameters
             namespace: a Namespace, or its fields one by one.
         Raises
-            ConfigError: a field is unknown or impossible, or a page is larger than a segment.
+            ConfigError: a field is unknown or impossible, or a page is larger than a segment, or
+                than an eighth of a memory tier.
         """
         self._check_open()
         if namespace is None:
@@ -442,7 +457,10 @@ class PrefixStore:
                 f"{self._manager.layout.segment_bytes} bytes",
                 hint="make a new store with a larger `segment` or capacity",
             )
-        return NamespaceStore(self, namespace, self._manager.entry(namespace))
+        entry = self._manager.entry(namespace)
+        for tier in self._tiers:
+            tier.check_fits(entry)
+        return NamespaceStore(self, namespace, entry)
 
     def register(self, memory: Any) -> int:
         """Announce memory that many transfers will use; returns an id for `unregister`.
@@ -473,11 +491,47 @@ class PrefixStore:
             pages=self._catalog.record_count(),
             used_bytes=self._manager.used_bytes(),
             capacity_bytes=int(self.config.capacity),
-            pending_bytes=self._saver.pending_bytes(),
+            pending_bytes=self._pending_bytes(),
             index_restored=self._manager.restored.is_set(),
             transport=self._transport.capabilities(),
             counters=dict(self._manager.counters),
+            tiers=self._tier_stats(),
         )
+
+    def _pending_bytes(self) -> int:
+        copying = self._copier.pending_bytes() if self._copier is not None else 0
+        return copying + self._saver.pending_bytes()
+
+    def _tier_stats(self) -> tuple[TierStats, ...]:
+        counters = self._manager.counters
+        above = [_stats_of(tier) for tier in self._tiers]
+        drives = TierStats(
+            name="nvme",
+            pages=self._catalog.record_count(),
+            used_bytes=self._manager.used_bytes(),
+            capacity_bytes=int(self.config.capacity),
+            hits=counters["loaded_pages"] - sum(tier.hits for tier in above),
+            promoted=0,
+            demoted=0,
+            evicted=counters["evicted_pages"],
+        )
+        return (*above, drives)
+
+    def flush(self, timeout_s: float = CLOSE_TIMEOUT_S) -> bool:
+        """Write pages that are in memory only to the drives, which makes them durable.
+
+        Returns
+            False if some are left after `timeout_s`, or could not be written. Pages that a
+            selective store has not seen used again are not written.
+        Raises
+            StoreClosedError: after `close`.
+        """
+        self._check_open()
+        if self._mover is None:
+            return True
+        deadline_s = time.monotonic() + timeout_s
+        drained = self._drain_copies(timeout_s)
+        return self._mover.flush(max(deadline_s - time.monotonic(), 0.0)) and drained
 
     def close(self, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
         """Finish saves and loads in flight, then let go of files and threads. Idempotent.
@@ -491,19 +545,27 @@ class PrefixStore:
             deadline_s = time.monotonic() + timeout_s
             self._manager.stop()
             self._restorer.join(timeout_s)
-            stopped = self._saver.stop(max(deadline_s - time.monotonic(), 0.0))
-            with self._loads_lock:
-                loads = list(self._loads)
-            for ticket in loads:
-                left_s = max(deadline_s - time.monotonic(), 0.0)
-                ticket._advance(left_s, left_s)
+            stopped = self._stop_moves(deadline_s)
+            stopped &= self._saver.stop(max(deadline_s - time.monotonic(), 0.0))
+            self._loader.wait_all(deadline_s)
             if not stopped:
                 logger.warning("closing a store with saves unfinished after %s s", timeout_s)
                 return  # its thread still uses the files; the process's end lets go of them
             self._transport.close()
+            for tier in self._tiers:
+                tier.arena.close()
             self._lease.release()
             self._catalog.close()
             _open_stores.discard(self)
+
+    def _stop_moves(self, deadline_s: float) -> bool:
+        """Write what is in memory only to the drives, then end the threads above the saver."""
+        if self._copier is None or self._mover is None:
+            return True
+        stopped = self._copier.stop(max(deadline_s - time.monotonic(), 0.0))
+        if not self._mover.flush(max(deadline_s - time.monotonic(), 0.0)):
+            logger.warning("closing a store with pages that were not written to the drives")
+        return self._mover.stop(max(deadline_s - time.monotonic(), 0.0)) and stopped
 
     # ---- inside ----
     def _check_open(self) -> None:
@@ -514,11 +576,21 @@ class PrefixStore:
                 "the store belongs to the parent process", hint="open it again after the fork"
             )
 
-    def _save(
-        self, entry: Entry, keys: PageKeys, first: int, fragments: PageFragments
-    ) -> SaveTicket:
+    def _present(self, entry: Entry, keys: PageKeys, first: int) -> npt.NDArray[np.bool_]:
+        if self._stack is not None:
+            return self._stack.present(entry, keys.data, first, keys.rooted)
         where = self._manager.locate(entry, keys.data, first, keys.rooted)
-        stored = where.slot != NO_SLOT
+        return np.asarray(where.slot != NO_SLOT, dtype=np.bool_)
+
+    def _save(
+        self,
+        entry: Entry,
+        keys: PageKeys,
+        first: int,
+        fragments: PageFragments,
+        output_tokens: int | None,
+    ) -> SaveTicket:
+        stored = self._present(entry, keys, first)
         ticket = SaveTicket(stored)
         missing = np.flatnonzero(~stored)
         self._manager.count("known_pages", len(stored) - len(missing))
@@ -531,110 +603,70 @@ class PrefixStore:
                 result=missing,
                 fragments=fragments.select(missing),
                 ticket=ticket,
+                known_from=self._known_from(entry, keys, first),
+                output_tokens=output_tokens,
             )
-            if self._saver.enqueue(job):
+            if self._enqueue(job):
                 return ticket
             self._manager.count("pages_refused_busy", len(missing))
+        elif output_tokens is not None and keys.rooted:
+            self._manager.settle(entry, keys.data, len(keys), output_tokens)
+            if self._stack is not None:
+                self._stack.settle(entry, keys.data, output_tokens)
         ticket.finish()
         return ticket
 
-    def _load(
-        self, entry: Entry, keys: PageKeys, first: int, fragments: PageFragments
-    ) -> LoadTicket:
-        ticket = LoadTicket(self, entry, keys, first, len(keys) - first)
-        started = self._manager.begin_load()
-        try:
-            where = self._manager.locate(entry, keys.data, first, keys.rooted)
-            present = np.flatnonzero(where.slot != NO_SLOT)
-            self._manager.count("missed_pages", len(where) - len(present))
-            if len(present) == 0:
-                self._manager.end_load(started)
-                return ticket
-            where = where.select(present)
-            device, offset = self._manager.extents(where.slot, entry.slot_bytes)
-            memory = fragments.select(present)
-            batch = page_batch(Op.READ, device, offset, memory, len(present), self.config.verify)
-            transfer = self._submit(batch)
-        except BaseException:
-            self._manager.end_load(started)
-            raise
-        if transfer is None:
-            self._manager.count("loads_refused_busy", len(present))
-            self._manager.end_load(started)
-            return ticket
-        ticket._attach(transfer, started, present, where, memory)
-        with self._loads_lock:
-            self._loads.add(ticket)
-        return ticket
-
-    def _end_load(self, ticket: LoadTicket, started: int) -> None:
-        self._manager.end_load(started)
-        with self._loads_lock:
-            self._loads.discard(ticket)
-
-    def _submit(self, batch: Batch) -> int | None:
-        """Start a batch; None when too many are in flight even after collecting finished ones."""
-        try:
-            return self._transport.submit(batch)
-        except BusyError:
-            self._sweep()
-        try:
-            return self._transport.submit(batch)
-        except BusyError:
+    def _known_from(self, entry: Entry, keys: PageKeys, first: int) -> int | None:
+        if self._stack is None or not keys.rooted:
             return None
+        return self._stack.known_from(entry, keys.data, first)
+
+    def _enqueue(self, job: SaveJob) -> bool:
+        if self._stack is not None and self._stack.takes_saves:
+            return self._stack.save(job)
+        return self._saver.enqueue(job)
+
+    def _drain_copies(self, timeout_s: float) -> bool:
+        return self._copier is None or self._copier.drain(timeout_s)
 
     def _sweep(self) -> None:
         """Collect loads that have ended but that nobody waited for."""
-        with self._loads_lock:
-            loads = list(self._loads)
-        for ticket in loads:
-            ticket._advance(0.0, 0.0)
+        self._loader.sweep()
 
-    def _judge(
-        self,
-        entry: Entry,
-        keys: PageKeys,
-        first: int,
-        pages: npt.NDArray[np.intp],
-        where: Locations,
-        result: BatchResult,
-        started: int,
-    ) -> npt.NDArray[np.bool_]:
-        """Which pages of a finished load are good; the others are forgotten."""
-        count = self._manager.count
-        read = result.status == 0
-        good = read.copy()
-        if self.config.verify:
-            good &= result.checksum == where.checksum
-        index = pages + first
-        valid = self._manager.still_there(entry, keys.data, index, where, started)
-        count("read_errors", int(np.count_nonzero(~read)))
-        count("checksum_errors", int(np.count_nonzero(read & ~good & valid)))
-        bad = np.flatnonzero(~(good & valid) & ~np.isin(result.status, _NOT_THE_PAGE))
-        if len(bad):
-            self._forget(entry, keys, index[bad], where.select(bad), valid[bad])
-        good &= valid
-        count("loaded_pages", int(np.count_nonzero(good)))
-        return np.asarray(good, dtype=np.bool_)
+    def _note_internal_error(self) -> None:
+        self._manager.count("internal_errors", 1)
 
-    def _forget(
-        self,
-        entry: Entry,
-        keys: PageKeys,
-        index: npt.NDArray[np.intp],
-        where: Locations,
-        recorded: npt.NDArray[np.bool_],
-    ) -> None:
-        """Drop pages that could not be read: from memory now, their records soon."""
-        record_keys = self._manager.record_keys(entry, keys.data, index)
-        self._manager.drop(entry, keys.data, index, keys.rooted, where.generation, recorded)
-        dropped = [
-            (record_key_at(record_keys, i), int(where.slot[i]), int(where.generation[i]))
-            for i in np.flatnonzero(recorded).tolist()
-        ]
-        if dropped:
-            self._saver.enqueue(DropJob(dropped))
-            logger.warning("%d pages could not be read back and were dropped", len(dropped))
+
+def _memory_tiers(
+    config: StoreConfig, arenas: Mapping[str, Arena], undo: ExitStack
+) -> list[MemoryTier]:
+    """The memory tiers that are configured, fastest first; `arenas` replaces memory in tests."""
+    tiers = []
+    if config.hbm:
+        arena = arenas.get("hbm") or CudaArena(int(config.hbm))
+        undo.callback(arena.close)
+        tiers.append(MemoryTier("hbm", arena, policy=config.policy))
+    if config.dram:
+        arena = arenas.get("dram") or HostArena(int(config.dram), config.huge_pages)
+        undo.callback(arena.close)
+        exclusive = config.dram_mode == "exclusive"
+        tier = MemoryTier("dram", arena, leave_after_write=exclusive, policy=config.policy)
+        tiers.append(tier)
+    return tiers
+
+
+def _stats_of(tier: MemoryTier) -> TierStats:
+    counters = dict(tier.counters)
+    return TierStats(
+        name=tier.name,
+        pages=tier.page_count,
+        used_bytes=tier.used_bytes,
+        capacity_bytes=tier.capacity_bytes,
+        hits=counters.get("hits", 0),
+        promoted=counters.get("promoted", 0),
+        demoted=counters.get("demoted", 0),
+        evicted=counters.get("evicted", 0),
+    )
 
 
 @atexit.register

@@ -17,6 +17,7 @@
 #include <utility>
 #include <vector>
 
+#include "tutti/copy.h"
 #include "tutti/hash.h"
 #include "tutti/uring_engine.h"
 
@@ -107,6 +108,16 @@ Out<std::uint64_t> py_checksum_items(const In<std::uint32_t>& fragment_start,
     }
     if (!rising) throw std::invalid_argument("fragment_start must rise within the fragments");
     return to_numpy(std::move(sums));
+}
+
+void py_copy_pieces(const In<std::uint64_t>& target, const In<std::uint64_t>& source,
+                    const In<std::uint64_t>& length_bytes) {
+    const std::size_t count = target.shape(0);
+    if (source.shape(0) != count || length_bytes.shape(0) != count) {
+        throw std::invalid_argument("the arrays have different lengths");
+    }
+    nb::gil_scoped_release unlocked;
+    copy_pieces(target.data(), source.data(), length_bytes.data(), count);
 }
 
 template <typename T>
@@ -252,11 +263,13 @@ NB_MODULE(_native, m) {
     using namespace tutti;
     // An engine that lives to the end of the interpreter is no leak worth a report to users.
     nb::set_leak_warnings(false);
-    m.doc() = "Native parts of tutti: hashing and the io_uring engine.";
+    m.doc() = "Native parts of tutti: hashing, copies and the io_uring engine.";
     m.def("chain_keys", &py_chain_keys, "seed"_a, "tokens"_a.noconvert(), "page_tokens"_a);
     m.def("record_keys", &py_record_keys, "prefix"_a, "keys"_a, "width"_a);
     m.def("checksum_items", &py_checksum_items, "fragment_start"_a.noconvert(),
           "address"_a.noconvert(), "length_bytes"_a.noconvert());
+    m.def("copy_pieces", &py_copy_pieces, "target"_a.noconvert(), "source"_a.noconvert(),
+          "length_bytes"_a.noconvert());
 
     m.attr("QUEUE_DEPTH_MAX") = kQueueDepthMax;
     m.attr("TRANSFER_BYTES_MAX") = kTransferBytesMax;

@@ -30,9 +30,8 @@ class PolicyModel(TreeModel):
 
     policy_name = "lru"
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.pages = NamespacePages(WIDTH, self.new_policy())
+    def new_pages(self) -> NamespacePages:
+        return NamespacePages(WIDTH, self.new_policy())
 
     def new_policy(self):
         return make_policy(self.policy_name, 40, seed=3)

@@ -13,12 +13,13 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from tutti_core.format import RECORD, ROOT_PARENT
-from tutti_core.index.pages import NamespacePages
+from tutti_core.index.pages import NamespacePages, Victim
 from tutti_core.index.radix import NO_SLOT, Locations
 from tutti_core.index.restore import build_pages
 
 WIDTH = 16
 WORDS = st.text("abc", min_size=1, max_size=7)
+OUTPUTS = st.one_of(st.none(), st.integers(0, 100_000))
 Location = tuple[int, int, int]
 
 
@@ -40,12 +41,15 @@ class TreeModel(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.pages = NamespacePages(WIDTH)
+        self.pages = self.new_pages()
         self.tree: dict[str, Location] = {}
         self.loose: dict[str, Location] = {}
         self.pins: dict[str, int] = {}
         self.now = 0
         self.serial = 0
+
+    def new_pages(self) -> NamespacePages:
+        return NamespacePages(WIDTH)
 
     def tick(self) -> int:
         self.now += 1
@@ -132,7 +136,6 @@ class TreeModel(RuleBasedStateMachine):
         self.pages.guard(chain_of(guard))
         for _ in range(count):
             victim = self.pages.victim(most, self.now)
-            names = {key_of(n): n for n in (*self.tree, *self.loose)}
             if victim is None:
                 # Nothing may be left that is neither pinned, guarded, nor an ancestor of such.
                 kept = guarded | set(self.pins)
@@ -140,26 +143,72 @@ class TreeModel(RuleBasedStateMachine):
                 for name in self.tree:
                     assert any(k.startswith(name) for k in kept), f"{name} could be evicted"
                 break
-            model = self.loose if victim.leaf is None else self.tree
-            assert 1 <= len(victim.slot) <= victim.span <= most
-            gone = [
-                names[victim.keys[i * WIDTH : (i + 1) * WIDTH]] for i in range(len(victim.slot))
-            ]
-            for i, name in reversed(list(enumerate(gone))):
-                assert model[name][0] == victim.slot[i] and model[name][2] == victim.generation[i]
-                assert name not in self.pins
-                if victim.leaf is not None:
-                    assert name not in guarded
-                    below = [n for n in self.tree if n != name and n.startswith(name)]
-                    assert not below, "not a leaf"
-                del model[name]
-            self.pages.forget(victim, self.tick())
-            self.pages.tree.check()
+            assert victim.span <= most
+            self.forget(victim, guarded)
         self.pages.unguard()
+
+    def forget(self, victim: Victim, guarded: set[str]) -> None:
+        """Evict a victim, which must be what may go."""
+        names = {key_of(n): n for n in (*self.tree, *self.loose)}
+        model = self.loose if victim.leaf is None else self.tree
+        assert 1 <= len(victim.slot) <= victim.span
+        gone = [names[victim.keys[i * WIDTH : (i + 1) * WIDTH]] for i in range(len(victim.slot))]
+        for i, name in reversed(list(enumerate(gone))):
+            assert model[name][0] == victim.slot[i] and model[name][2] == victim.generation[i]
+            assert name not in self.pins
+            if victim.leaf is not None:
+                assert name not in guarded
+                below = [n for n in self.tree if n != name and n.startswith(name)]
+                assert not below, "not a leaf"
+            del model[name]
+        self.pages.forget(victim, self.tick())
+        self.pages.tree.check()
+
+    @rule(word=WORDS, kept=st.integers(0, 7), output=OUTPUTS)
+    def settle(self, word: str, kept: int, output: int | None) -> None:
+        """Says how a request went, whatever of it is stored; moves no page."""
+        self.pages.settle(chain_of(word), min(kept, len(word)), output, self.tick())
+
+    @rule(word=WORDS, output=OUTPUTS, room=st.integers(4, 16))
+    def serve(self, word: str, output: int | None, room: int) -> None:
+        """A request as the store sees it: look up, make room, save what is worth it, settle."""
+        keys = chain_of(word)
+        hit = self.pages.match(keys, 0, self.tick())
+        kept = hit
+        self.pages.guard(keys)
+        for pages, worth in self.pages.worth(keys, hit, len(word), output):
+            assert worth >= 0
+            left = pages
+            while left and self.pages.page_count + kept - hit + left > room:
+                victim = self.pages.victim(2, self.tick())
+                if victim is None or victim.value > worth:
+                    left -= 1
+                    continue
+                self.forget(victim, {word[: i + 1] for i in range(len(word))})
+            kept += left
+            if left < pages:
+                break
+        self.pages.unguard()
+        where, model = self.new_locations([True] * (kept - hit))
+        self.pages.insert(chain_of(word[:kept]), hit, True, where, self.tick())
+        for i, location in enumerate(model, hit):
+            assert location is not None
+            self.tree[word[: i + 1]] = location
+            self.loose.pop(word[: i + 1], None)
+        self.pages.settle(keys, kept, output, self.tick())
+
+    @rule(bits=st.integers(0, 2**32 - 1), everything=st.booleans())
+    def drop_generations(self, bits: int, everything: bool) -> None:
+        known = [*self.tree.items(), *self.loose.items()]
+        gone = [(n, p) for i, (n, p) in enumerate(known) if everything or bits >> i % 32 & 1]
+        self.pages.drop_generations({page[2] for _, page in gone} | {1})
+        for name, _ in gone:
+            self.tree.pop(name, None)
+            self.loose.pop(name, None)
 
     @rule(words=st.lists(st.tuples(WORDS, st.booleans(), st.integers(0, 255)), max_size=4))
     def absorb(self, words: list[tuple[str, bool, int]]) -> None:
-        newer = NamespacePages(WIDTH)
+        newer = self.new_pages()
         for word, rooted, bits in words:
             mask = [
                 bool(bits >> i & 1)
@@ -206,6 +255,13 @@ class TreeModel(RuleBasedStateMachine):
     @invariant()
     def sound(self) -> None:
         self.pages.tree.check()
+        found = {}
+        for node in self.pages.tree.nodes():
+            where = zip(node.slots, node.checksums, node.generations, strict=True)
+            for i, location in enumerate(where):
+                if location[0] != NO_SLOT:
+                    found[bytes(node.keys[i * WIDTH : (i + 1) * WIDTH])] = location
+        assert found == {key_of(name): location for name, location in self.tree.items()}
         assert self.pages.tree.page_count == len(self.tree)
         assert set(self.pages.loose) == {key_of(name) for name in self.loose}
         assert self.pages.page_count == len(self.tree) + len(self.loose)

@@ -19,6 +19,7 @@ RUNGS = {
     "errors": 0,
     "config": 0,
     "hashing": 1,
+    "memcopy": 1,
     "format": 1,
     "keys": 1,
     "geometry": 1,
@@ -32,7 +33,7 @@ RUNGS = {
 TOP = 6
 """replay, cli, metrics, bench, testing and whatever else stands on the store."""
 
-NATIVE = {"tutti_core.io.uring", "tutti_core.hashing"}
+NATIVE = {"tutti_core.io.uring", "tutti_core.hashing", "tutti_core.memcopy"}
 FOREIGN = {"torch", "sglang", "cupy"}
 EXEMPT_CALLERS = ("tutti_core.testing", "tutti_core")
 """`testing` works on the transport alone (checked below); the package itself gathers the names."""

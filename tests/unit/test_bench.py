@@ -109,7 +109,7 @@ def test_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert list(tmp_path.iterdir()) == []
     assert report.keys() >= INDEX_FIELDS and all(report[name] > 0 for name in INDEX_FIELDS)
     assert "PageKeys.from_hex" in report["batch_exists_via"]
-    assert 0 < report["gil_held_share"] <= 1
+    assert 0 <= report["gil_held_share"] <= 1  # a small share may be lost in the noise
     assert {t["name"] for t in report["targets"]} >= INDEX_FIELDS
 
 

@@ -95,8 +95,8 @@ class TestEviction:
         manager._entries[pages.name].pages.insert(foreign.data, 0, True, where, 0)
         choose, pause = manager._choose_victim, manager_module.time.sleep
 
-        def counted(pages_max: int):
-            choice = choose(pages_max)
+        def counted(wanting, pages_max: int, others_max: int):
+            choice = choose(wanting, pages_max, others_max)
             looked_at[-1] += choice[1].span if choice else 0
             return choice
 

@@ -158,7 +158,7 @@ def test_a_trace_without_blocks_is_refused(trace: Trace) -> None:
 
 # ---- JSON and table ----
 def test_json_has_everything_as_plain_values(trace: Trace) -> None:
-    plan = Plan(capacity_pct=(5.0, 20.0))
+    plan = Plan(policies=("lru",), capacity_pct=(5.0, 20.0))
     read = ReadTrace(trace, (Problem(3, "not JSON"),), 4, local_ids=True)
     found = evaluate(trace, plan)
     result = json.loads(json.dumps(Report.of(plan, [(trace_facts(read, plan), found)]).as_json()))

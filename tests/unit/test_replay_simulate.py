@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tutti_core.errors import ConfigError, UnsupportedError
+from tutti_core.errors import ConfigError
 from tutti_core.policies.choice import POLICIES
 from tutti_core.replay.bounds import NextUses, clairvoyant, hit_rate, unlimited
 from tutti_core.replay.generate import generate, preset
@@ -105,6 +105,29 @@ def test_the_ancestors_of_new_pages_are_not_evicted_for_them() -> None:
     assert steps.hits.tolist() == [0, 0, 2, 4]
 
 
+def test_two_tiers_by_hand() -> None:
+    """Three pages of NVMe, two of DRAM, the newest in both."""
+    trace = trace_of([1, 2], [3], [1, 2], [4], [3], [4])
+    outcome = simulate(trace, "lru", 5, dram_pages=2)
+    steps = step_through(trace, "lru", 5, 0, dram_pages=2)
+    # 1 2 | 3 1 over 2 ... DRAM holds [1 2], [1 3], [1 2], [1 4], [3 4], [3 4]
+    assert steps.hits.tolist() == [0, 0, 2, 0, 0, 1]
+    assert steps.in_dram.tolist() == [0, 0, 1, 0, 0, 1]
+    assert outcome.hits_dram_blocks == 2 and outcome.hits_blocks == 3
+    assert sum(each.dram for each in outcome.timeline) == 2
+    assert sum(each.nvme for each in outcome.timeline) == 1
+
+
+@pytest.mark.parametrize("policy", ["lru", "reuse"])
+def test_dram_adds_its_hits_to_those_of_nvme(agents: Trace, policy: str) -> None:
+    pages = len(agents.unique_ids) // 10
+    both = step_through(agents, policy, pages + pages // 4, 0, dram_pages=pages // 4)
+    alone = step_through(agents, policy, pages, 0)
+    assert (both.in_dram <= both.hits).all() and both.in_dram.any()
+    assert (both.hits >= alone.hits).all() and (both.saved == alone.saved).all()
+    assert (both.hits <= unlimited(agents)).all()
+
+
 def test_requests_of_one_moment_are_steps_apart() -> None:
     trace = trace_of([1, 2], [3, 4], [1, 2], [5], [3, 4], times_ms=[5, 5, 5, 5, 5])
     assert step_through(trace, "lru", 4, 0).hits.tolist() == [0, 0, 2, 0, 1]
@@ -124,5 +147,3 @@ def test_the_timeline_bins_by_time() -> None:
 def test_what_cannot_be_is_refused(agents: Trace) -> None:
     with pytest.raises(ConfigError, match="did you mean 'lru'"):
         simulate(agents, "lur", 100)
-    with pytest.raises(UnsupportedError, match="no DRAM tier"):
-        simulate(agents, "lru", 100, 10)

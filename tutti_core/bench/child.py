@@ -23,6 +23,7 @@ from tutti_core.config import StoreConfig
 from tutti_core.index.pages import NamespacePages
 from tutti_core.index.radix import Locations
 from tutti_core.keys import PageKeys
+from tutti_core.policies.choice import DEFAULT, make_policy
 from tutti_core.store import PrefixStore
 from tutti_core.tiers.space import Space
 
@@ -41,9 +42,11 @@ def memory(width: int, page_count: int, branch_share: float) -> dict[str, Any]:
     """
     generator = np.random.Generator(np.random.SFC64(1))
     # Code paths and caches are warm before the first weighing.
-    _fill(NamespacePages(width), Space(_SEGMENT_BYTES), generator, 1000, branch_share)
+    warm = NamespacePages(width, make_policy(DEFAULT, page_count))
+    _fill(warm, Space(_SEGMENT_BYTES), generator, 1000, branch_share)
     before = _resident_bytes()
-    pages, space = NamespacePages(width), Space(_SEGMENT_BYTES)
+    pages = NamespacePages(width, make_policy(DEFAULT, page_count))
+    space = Space(_SEGMENT_BYTES)
     _fill(pages, space, generator, page_count, branch_share)
     after = _resident_bytes()
     nodes = sum(1 for _ in pages.tree.nodes())

@@ -1,4 +1,4 @@
-"""`tutti bench index`: key chains, matching, SGLang's exists, memory a page, and reopening."""
+"""`tutti bench index`: key chains, matching, SGLang's exists, policy, memory, and reopening."""
 
 from __future__ import annotations
 
@@ -33,6 +33,8 @@ from tutti_core.bench.measure import (
     sync_filesystem,
     target,
 )
+from tutti_core.bench.policy import METHOD as POLICY_METHOD
+from tutti_core.bench.policy import measure_policy
 from tutti_core.config import StoreConfig
 from tutti_core.errors import ConfigError
 from tutti_core.format import ROOT_PARENT, SegmentEntry
@@ -99,11 +101,13 @@ def run_index(plan: IndexPlan, progress: Progress = lambda line: None) -> dict[s
         "chain_pages": plan.chain_pages,
         "index_pages": plan.index_pages,
         "rounds": plan.rounds,
-        "method": list(METHOD),
+        "method": [*METHOD, *POLICY_METHOD],
     }
     with removed_afterwards(plan.folder) as work:
         progress("saving the pages of one chain")
         report.update(_measure_calls(plan, work, progress))
+        progress("replaying sessions through the policy")
+        report.update(measure_policy())
         progress(f"weighing an index of {plan.index_pages} pages")
         report.update(_weigh(plan))
         report.update(_measure_reopen(plan, work, progress))
@@ -112,6 +116,8 @@ def run_index(plan: IndexPlan, progress: Progress = lambda line: None) -> dict[s
         target("match_us", report["match_us"], 100.0, False),
         target("batch_exists_ms", report["batch_exists_ms"], 1.5, False),
         target("batch_exists gil_held_share", report["gil_held_share"], 0.5, False),
+        target("touch_us_per_page", report["touch_us_per_page"], 2.0, False),
+        target("admit_us_per_page", report["admit_us_per_page"], 2.0, False),
         target("index_bytes_per_page", report["index_bytes_per_page"], 100.0, False),
         target("reopen_first_answer_s", report["reopen_first_answer_s"], 1.0, False),
     ]

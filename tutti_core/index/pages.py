@@ -6,13 +6,15 @@ Pure, like the tree. A page stands in exactly one place: in the tree under its c
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from tutti_core.index.radix import NO_SLOT, U64, Locations, Node, RadixTree
 from tutti_core.policies.base import Policy
+from tutti_core.policies.shadows import Shadow
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +34,7 @@ class Victim:
     keys            packed, the deepest page last.
     slot, generation   parallel to the keys.
     last_use        when they were used last.
+    value           what keeping them is worth to the policy.
     leaf            None for a loose page.
     span            pages to cut off the leaf, gaps among them included.
     """
@@ -42,13 +45,15 @@ class Victim:
     last_use: int
     leaf: Node | None
     span: int
+    value: float
 
 
 class NamespacePages:
     """Which pages of one namespace are stored where. Not thread-safe; time is passed in."""
 
-    def __init__(self, width: int, policy: Policy | None = None) -> None:
+    def __init__(self, width: int, policy: Policy | None = None, opened: int = 0) -> None:
         self.tree = RadixTree(width, policy)
+        self.opened = opened
         self.loose: OrderedDict[bytes, LoosePage] = OrderedDict()  # least recently used first
         self.pins: dict[bytes, int] = {}
         self._guarded: dict[Node, int] = {}  # pages at the front of each that must stay
@@ -57,6 +62,19 @@ class NamespacePages:
     def page_count(self) -> int:
         """Stored pages known here."""
         return self.tree.page_count + len(self.loose)
+
+    def fresh_count(self, keys: bytes, used_since: int) -> int:
+        """How many leading pages of a rooted chain were used since then, or are not known here.
+
+        Along a chain no page was used later than those before it. What this index was filled with
+        counts as used when it was made (`opened`).
+        """
+        if used_since <= self.opened:
+            return len(keys) // self.tree.width
+        for node, start in self.tree.nodes_along(keys):
+            if node.last_use < used_since:
+                return start
+        return len(keys) // self.tree.width
 
     def match(self, keys: bytes, first: int, now: int) -> int:
         """Stored pages without a gap from page `first` of a rooted chain on; a use of them."""
@@ -162,15 +180,46 @@ class NamespacePages:
         parked on the way, so a store full of pins answers at once from the second call on.
         """
         loose = self._oldest_loose()
+        policy = self.tree.policy
         while (leaf := self.tree.victim(now)) is not None:
-            span = min(pages_max, len(leaf) - self._kept_pages(leaf))
+            span = min(pages_max, len(leaf) - self._kept_pages(leaf, pages_max))
             if span <= 0:
                 self.tree.park(leaf)
                 continue
+            value = policy.value(leaf, now)
             if loose is not None and loose.last_use <= leaf.last_use:
-                break
-            return self._tail(leaf, span)
-        return loose
+                return replace(loose, value=value)
+            return self._tail(leaf, min(span, policy.span(leaf)), value)
+        if loose is None:
+            return None
+        return replace(loose, value=policy.loose_value(loose.last_use, now))
+
+    def worth(
+        self, keys: bytes, first: int, request_pages: int, output_tokens: int | None
+    ) -> list[tuple[int, float]]:
+        """What pages `first` .. end of a chain would be worth if they were stored: (pages, value).
+
+        `victim` offers at a value; what is worth less is better not stored.
+        """
+        width, policy = self.tree.width, self.tree.policy
+        fresh = keys[first * width :]
+        parts: list[tuple[int, Shadow | None]] = [(len(fresh) // width, None)]
+        if policy.shadows is not None:
+            parts = policy.shadows.recall(fresh, width, take=False)
+        values = policy.worth(parts, request_pages, output_tokens)
+        return [(pages, value) for (pages, _), value in zip(parts, values, strict=True)]
+
+    def settle(self, keys: bytes, kept: int, output_tokens: int | None, now: int) -> None:
+        """A request of this rooted chain was saved, its first `kept` pages; see the tree."""
+        self.tree.settle(keys, kept, output_tokens, now)
+
+    def unused_since(self, used_since: int) -> list[Victim]:
+        """Leaves that were used last before that, as victims; those above them come up next."""
+        if used_since <= self.opened:
+            return []
+        old = [leaf for leaf in self.tree.policy.listed() if leaf.last_use < used_since]
+        spans = [(leaf, len(leaf) - self._kept_pages(leaf, len(leaf))) for leaf in old]
+        return [self._tail(leaf, span, -math.inf) for leaf, span in spans if span > 0]
 
     def forget(self, victim: Victim, now: int) -> None:
         """Remove what `victim` returned; no other change may have come between."""
@@ -179,7 +228,7 @@ class NamespacePages:
         else:
             self.tree.cut_tail(victim.leaf, victim.span, now)
 
-    def _tail(self, leaf: Node, span: int) -> Victim:
+    def _tail(self, leaf: Node, span: int, value: float) -> Victim:
         low, width = len(leaf) - span, self.tree.width
         slot = np.frombuffer(leaf.slots, dtype=np.uint64)[low:].copy()
         generation = np.frombuffer(leaf.generations, dtype=np.uint64)[low:].copy()
@@ -189,13 +238,16 @@ class NamespacePages:
             slot, generation = slot[stored], generation[stored]
             rows = np.frombuffer(keys, dtype=np.uint8).reshape(span, width)
             keys = rows[stored].tobytes()
-        return Victim(keys, slot, generation, leaf.last_use, leaf, span)
+        return Victim(keys, slot, generation, leaf.last_use, leaf, span, value)
 
-    def _kept_pages(self, leaf: Node) -> int:
-        """How many pages at the front of `leaf` must stay because of a guard or a pin."""
+    def _kept_pages(self, leaf: Node, count: int) -> int:
+        """How many pages of `leaf` must stay because of a guard or a pin before its last `count`.
+
+        Pins further to the front are not looked for.
+        """
         kept = self._guarded.get(leaf, 0)
         if self.pins:
-            for i in range(len(leaf) - 1, kept - 1, -1):
+            for i in range(len(leaf) - 1, max(kept, len(leaf) - count) - 1, -1):
                 if self._key(leaf.keys, i) in self.pins:
                     return i + 1
         return kept
@@ -205,7 +257,7 @@ class NamespacePages:
             if key not in self.pins:
                 slot = np.array([page.slot], dtype=np.uint64)
                 generation = np.array([page.generation], dtype=np.uint64)
-                return Victim(key, slot, generation, page.last_use, None, 1)
+                return Victim(key, slot, generation, page.last_use, None, 1, page.last_use)
         return None
 
     def _add_loose(self, keys: bytes, first: int, rooted: bool, found: Locations, now: int) -> None:

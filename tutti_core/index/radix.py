@@ -37,6 +37,9 @@ U64 = npt.NDArray[np.uint64]
 NO_SLOT = (1 << 64) - 1
 """Location of a page that is in the tree but not stored."""
 
+MATCH_LASTS_NS = 30_000_000_000
+"""How long after a match the loads and saves of the same request may come."""
+
 
 class Node:
     """One edge and the children at its end. Arrays run parallel to the keys, one entry a page.
@@ -112,6 +115,15 @@ class Locations:
         """Some of the entries, as copies."""
         return Locations(self.slot[index], self.checksum[index], self.generation[index])
 
+    def padded(self, count: int) -> Locations:
+        """These, and `count` more pages that are not stored."""
+        rest = Locations.absent(count)
+        return Locations(
+            np.concatenate([self.slot, rest.slot]),
+            np.concatenate([self.checksum, rest.checksum]),
+            np.concatenate([self.generation, rest.generation]),
+        )
+
     @classmethod
     def absent(cls, count: int) -> Locations:
         """`count` pages that are not stored."""
@@ -145,16 +157,55 @@ class RadixTree:
             now: the time; rising from call to call.
         Cost       one compare and one step of the policy per node on the path.
         """
-        path = self._walk(keys, len(keys) // self.width)
+        count = len(keys) // self.width
+        path = self._walk(keys, count)
         hit = self._stored_run(path, first)
+        self.policy.asked(count - first, now)
         if hit:
-            self._use(path, first, first + hit, now)
+            runs = self._use(path, first, first + hit, now)
+            self.policy.settled(runs, count, None, now)
+            self._join(runs)
         return hit
+
+    def settle(self, keys: bytes, kept: int, output_tokens: int | None, now: int) -> None:
+        """A request was saved, the first `kept` pages of it, as the rest is worth too little.
+
+        What was not kept leaves shadows, so that the policy sees whether it comes back.
+        """
+        policy, width = self.policy, self.width
+        count = len(keys) // width
+        path = self._walk(keys, count)
+        runs = [node for node, start, _ in path if start < kept]
+        refused: list[Node] = []
+        # What is there all the same, by another request or behind a gap, was not refused.
+        at = max(kept, path[-1][1] + path[-1][2] if path else 0)
+        if at < count and policy.shadows is not None:
+            for pages, shadow in policy.shadows.recall(keys[at * width :], width):
+                run = Node(0, None, at, now)
+                run.keys = bytearray(keys[at * width : (at + pages) * width])
+                run.slots = array("Q", (NO_SLOT,)) * pages
+                self._recall(run, shadow)
+                policy.admitted(run, pages, now)
+                refused.append(run)
+                at += pages
+        policy.settled(runs + refused, count, output_tokens, now)
+        self._join(runs)
+        for run in reversed(refused):
+            policy.evicted(run, len(run), now)
+            assert policy.shadows is not None
+            policy.shadows.remember(run, 0, width, policy.shadow_queue(run), now)
+
+    @staticmethod
+    def _recall(run: Node, shadow: Shadow | None) -> None:
+        if shadow is not None:
+            run.born, run.uses = shadow.born, shadow.uses + 1
+            run.previous_use, run.queue = shadow.last_use, shadow.queue
 
     def locate(self, keys: bytes, now: int, first: int = 0) -> Locations:
         """Return the locations of pages `first` .. end of the chain; their path is as if new.
 
-        Not a use: what reads pages has matched them before.
+        Not a use, as what reads or saves pages has matched them before; but a path that nobody
+        matched for so long that this cannot be is used now.
         """
         count = len(keys) // self.width
         path = self._walk(keys, count)
@@ -168,7 +219,11 @@ class RadixTree:
             found.slot[target] = np.frombuffer(node.slots, dtype=np.uint64)[inside]
             found.checksum[target] = np.frombuffer(node.checksums, dtype=np.uint64)[inside]
             found.generation[target] = np.frombuffer(node.generations, dtype=np.uint64)[inside]
-        self._refresh(path, now)
+        for node, _, _ in path:
+            if now - node.last_use > MATCH_LASTS_NS:
+                self._count_use(node, now)
+            else:
+                self._renew(node, now)
         return found
 
     def _stored_run(self, path: list[tuple[Node, int, int]], first: int) -> int:
@@ -193,17 +248,18 @@ class RadixTree:
             child = node.children.get(keys[at * width : (at + 1) * width])
             if child is None:
                 break
-            length = self._equal_pages(child, keys, at, min(len(child), count - at))
-            path.append((child, at, length))
-            if length < len(child):
+            length = len(child.slots)
+            if at + length > count or not keys.startswith(child.keys, at * width):
+                path.append((child, at, self._equal_pages(child, keys, at, count)))
                 break
+            path.append((child, at, length))
             at += length
             node = child
         return path
 
-    def _equal_pages(self, node: Node, keys: bytes, at: int, count: int) -> int:
-        """How many of the first `count` pages of `node` equal the keys from `at` on; at least 1."""
-        width = self.width
+    def _equal_pages(self, node: Node, keys: bytes, at: int, stop: int) -> int:
+        """How many pages of `node` equal the keys from `at` to `stop`; at least 1."""
+        width, count = self.width, min(len(node.slots), stop - at)
         with memoryview(node.keys) as edge:
             if keys.startswith(edge[: count * width], at * width):
                 return count
@@ -216,26 +272,34 @@ class RadixTree:
                     high = middle
             return low
 
-    def _use(self, path: list[tuple[Node, int, int]], first: int, stop: int, now: int) -> None:
-        """Pages first .. stop-1 are used now; a node that ends later is split."""
-        policy = self.policy
+    def _use(
+        self, path: list[tuple[Node, int, int]], first: int, stop: int, now: int
+    ) -> list[Node]:
+        """Pages first .. stop-1 are used now; a node that ends later is split.
+
+        Returns
+            the nodes along the path that end at `stop` or before.
+        """
+        runs: list[Node] = []
         for node, start, length in path:
             if start >= stop:
                 break
             if start + length <= first:
                 self._renew(node, now)
+                runs.append(node)
                 continue
             if start + len(node) > stop:
                 node = self._split(node, stop - start)
-            if now > node.last_use:
-                node.previous_use = node.last_use
-                node.last_use = now
-            node.uses += 1
-            policy.used(node, now)
+            self._count_use(node, now)
+            runs.append(node)
+        return runs
 
-    def _refresh(self, path: list[tuple[Node, int, int]], now: int) -> None:
-        for node, _, _ in path:
-            self._renew(node, now)
+    def _count_use(self, node: Node, now: int) -> None:
+        if now > node.last_use:
+            node.previous_use = node.last_use
+            node.last_use = now
+        node.uses += 1
+        self.policy.used(node, now)
 
     def _renew(self, node: Node, now: int) -> None:
         if now > node.last_use:
@@ -271,8 +335,12 @@ class RadixTree:
             end = path[-1][0] if path else self.root
             if path and path[-1][2] < len(end):
                 end = self._split(end, path[-1][2])
-            self._append(end, keys[known * width : count * width], fresh, now)
-        self._refresh(self._walk(keys, count), now)
+            last = self._append(end, keys[known * width : count * width], fresh, now)
+        else:
+            last = path[-1][0]
+        while last.parent is not None:
+            self._renew(last, now)
+            last = last.parent
 
     def drop(self, keys: bytes, index: int, generation: int) -> bool:
         """Forget page `index` of the chain if it is stored with this generation."""
@@ -313,8 +381,12 @@ class RadixTree:
             node.checksums[at + i] = int(pages.checksum[i])
             node.generations[at + i] = int(pages.generation[i])
 
-    def _append(self, node: Node, keys: bytes, pages: Locations, now: int) -> None:
-        """Hang a run below `node`, as one node for each history that the policy remembers."""
+    def _append(self, node: Node, keys: bytes, pages: Locations, now: int) -> Node:
+        """Hang a run below `node`, as one node for each history that the policy remembers.
+
+        Returns
+            the node that ends with the run.
+        """
         shadows = self.policy.shadows
         if shadows is None or not len(shadows):
             node = self._extend(node, keys, pages, now, None)
@@ -325,6 +397,7 @@ class RadixTree:
                 node = self._extend(node, part, pages.part(at, at + count), now, shadow)
                 at += count
         self._list_leaf(node)
+        return node
 
     def _extend(
         self, node: Node, keys: bytes, pages: Locations, now: int, shadow: Shadow | None
@@ -336,9 +409,7 @@ class RadixTree:
         """
         if node is self.root or node.children or node.uses > 1 or shadow is not None:
             node = self._hang(node, keys[: self.width], now)
-            if shadow is not None:
-                node.born, node.uses = shadow.born, shadow.uses + 1
-                node.previous_use, node.queue = shadow.last_use, shadow.queue
+            self._recall(node, shadow)
         self._forget_parking(node)  # whatever was pinned is not the last page any more
         gaps = int(np.count_nonzero(pages.slot == NO_SLOT))
         node.keys += keys
@@ -388,6 +459,36 @@ class RadixTree:
         self.policy.split(upper, node)
         return upper
 
+    def _join(self, path: list[Node]) -> None:
+        """Make one node of neighbours on a path that have one history as far as the policy cares.
+
+        Otherwise what was evicted and came back in pieces would stay in pieces.
+        """
+        policy = self.policy
+        upper = path[0] if path else self.root
+        for lower in path[1:]:
+            only_child = upper.children is not None and len(upper.children) == 1
+            if only_child and not (upper.parked or lower.parked) and policy.alike(upper, lower):
+                self._merge(upper, lower)
+            else:
+                upper = lower
+
+    def _merge(self, upper: Node, lower: Node) -> None:
+        assert lower.parent is upper
+        self._unlist_leaf(lower)
+        self.policy.merged(upper, lower)
+        upper.keys += lower.keys
+        upper.slots += lower.slots
+        upper.checksums += lower.checksums
+        upper.generations += lower.generations
+        upper.gaps += lower.gaps
+        upper.uses = min(upper.uses, lower.uses)
+        upper.children = lower.children
+        for child in (upper.children or {}).values():
+            child.parent = upper
+        lower.parent = None
+        self._list_leaf(upper)
+
     def _trim(self, node: Node) -> None:
         """Restore the leaf invariant: cut gaps off the end, remove what is empty, go upwards."""
         while node.parent is not None and not node.children:
@@ -408,6 +509,7 @@ class RadixTree:
             if not parent.children:
                 parent.children = None
             node.parent = None
+            self.policy.removed(node)
             node = parent
 
     def _shorten(self, node: Node, length: int) -> None:
@@ -419,6 +521,10 @@ class RadixTree:
     def _new_node(self, parent: Node, depth: int, now: int) -> Node:
         self._serial += 1
         return Node(self._serial, parent, depth, now)
+
+    def nodes_along(self, keys: bytes) -> list[tuple[Node, int]]:
+        """The nodes along a chain, and the index of the first page of each."""
+        return [(node, start) for node, start, _ in self._walk(keys, len(keys) // self.width)]
 
     def pages_along(self, keys: bytes) -> dict[Node, int]:
         """The nodes along a chain, and how many pages of each belong to it."""
@@ -433,9 +539,10 @@ class RadixTree:
         """Forget the last `count` pages of `leaf`, which the policy has chosen."""
         low = len(leaf) - count
         stored = count - (leaf.slots[low:].count(NO_SLOT) if leaf.gaps else 0)
-        if self.policy.shadows is not None:
-            self.policy.shadows.remember(leaf, low, self.width, now)
         self.policy.evicted(leaf, stored, now)
+        if self.policy.shadows is not None:
+            queue = self.policy.shadow_queue(leaf)
+            self.policy.shadows.remember(leaf, low, self.width, queue, now)
         self.page_count -= stored
         if low:
             leaf.gaps -= count - stored
@@ -523,8 +630,8 @@ class RadixTree:
 
     def check(self) -> None:
         """Raise AssertionError if an invariant does not hold. O(pages); for tests."""
-        pages, leaves = 0, []
-        for node in self.nodes():
+        pages, leaves, nodes = 0, [], list(self.nodes())
+        for node in nodes:
             parent = node.parent
             assert parent is not None and parent.children is not None
             first = bytes(node.keys[: self.width])
@@ -547,4 +654,6 @@ class RadixTree:
                 assert not node.listed
                 assert not node.parked or self._parked.get(node.serial) is node
         assert pages == self.page_count
+        assert self._parked.keys() <= {node.serial for node in nodes}
         self.policy.check(leaves)
+        self.policy.check_runs(nodes)

@@ -11,11 +11,12 @@ of the store; one policy serves one tree.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, ClassVar
 
-from tutti_core.policies.shadows import Shadows
+from tutti_core.policies.shadows import Shadow, Shadows
 
 if TYPE_CHECKING:
     from tutti_core.index.radix import Node
@@ -60,8 +61,34 @@ class Policy(ABC):
         upper.rank = lower.rank
         upper.queue = lower.queue
 
+    def asked(self, pages: int, now: int) -> None:
+        """A request asks for so many pages; what it finds is `used` and `settled` next."""
+
+    def settled(
+        self, runs: Sequence[Node], request_pages: int, output_tokens: int | None, now: int
+    ) -> None:
+        """`runs`, from the root on, are what the tree has of a request of `request_pages`.
+
+        Comes after the match of a request, and again when it is saved, as the engine knows more
+        about it then. `output_tokens`: what the engine generated for it; None if it did not say.
+        """
+
+    def alike(self, upper: Node, lower: Node) -> bool:
+        """Whether a run and the one below it may become one, as their histories tell the same."""
+        return False
+
+    def merged(self, upper: Node, lower: Node) -> None:
+        """`lower`, which is not on the list, becomes the end of `upper`."""
+
     def evicted(self, leaf: Node, pages: int, now: int) -> None:
         """The last `pages` of `leaf` are about to go, because the policy or a limit said so."""
+
+    def shadow_queue(self, leaf: Node) -> int:
+        """What the shadow of pages `evicted` from `leaf` remembers as its `queue`."""
+        return leaf.queue
+
+    def removed(self, run: Node) -> None:
+        """`run` has lost its last page and has left the tree; it is not on the list."""
 
     @abstractmethod
     def enlist(self, leaf: Node) -> None:
@@ -74,6 +101,33 @@ class Policy(ABC):
     @abstractmethod
     def victim(self, now: int) -> Node | None:
         """The leaf to evict from next; None if none is listed."""
+
+    def span(self, leaf: Node) -> int:
+        """How many pages of a victim may go before `victim` is asked again; at least 1."""
+        return len(leaf)
+
+    def value(self, leaf: Node, now: int) -> float:
+        """What keeping a victim is worth, on a scale that all trees with this policy share.
+
+        Among the victims of several namespaces the one of least value goes.
+        """
+        return leaf.last_use
+
+    def loose_value(self, last_use: int, now: int) -> float:
+        """`value` of a page that stands in no tree, of which only its last use is known."""
+        return last_use
+
+    def worth(
+        self,
+        parts: Sequence[tuple[int, Shadow | None]],
+        request_pages: int,
+        output_tokens: int | None,
+    ) -> list[float]:
+        """What new pages would be worth, on the scale of `value`, part by part.
+
+        A page is not stored if something of more value would have to go for it.
+        """
+        return [math.inf] * len(parts)
 
     def resize(self, capacity_pages: int) -> None:
         """The tree may hold more or fewer pages from now on."""
@@ -90,3 +144,6 @@ class Policy(ABC):
         listed = self.listed()
         assert len(listed) == len(leaves)
         assert {id(leaf) for leaf in listed} == {id(leaf) for leaf in leaves}
+
+    def check_runs(self, runs: Collection[Node]) -> None:
+        """Raise AssertionError unless what is kept of `runs`, the whole tree, is sound."""

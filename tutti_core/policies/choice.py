@@ -8,16 +8,18 @@ from tutti_core.policies.base import Policy
 from tutti_core.policies.gdsf import Gdsf
 from tutti_core.policies.lru import Lru
 from tutti_core.policies.lru_k import Lru2
+from tutti_core.policies.reuse import Reuse
 from tutti_core.policies.s3_fifo import S3Fifo
 from tutti_core.policies.sieve import Sieve
 from tutti_core.policies.slru import Slru
 from tutti_core.policies.tiny_lfu import TinyLfu
 
 POLICIES: dict[str, type[Policy]] = {
-    policy.name: policy for policy in (Lru, Lru2, Slru, S3Fifo, Sieve, TinyLfu, Gdsf, Arc)
+    policy.name: policy for policy in (Reuse, Lru, Lru2, Slru, S3Fifo, Sieve, TinyLfu, Gdsf, Arc)
 }
 
-DEFAULT = Lru.name
+DEFAULT = Reuse.name
+"""docs/policies.md has the reasons."""
 
 
 def make_policy(name: str, capacity_pages: int, seed: int = 0) -> Policy:

@@ -9,7 +9,7 @@ guess of a policy.)
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from tutti_core.index.radix import Node
 
 _DIGEST_BYTES = 4
-_RUN_PAGES = 8
-"""What a shadow costs besides its digests, as so many pages, when the bound is counted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,34 +53,41 @@ class Shadows:
     def __len__(self) -> int:
         return len(self._runs)
 
-    def remember(self, run: Node, first: int, width: int, now: int) -> None:
-        """The pages of `run` from `first` on are evicted."""
-        self.forget(bytes(run.keys[first * width : (first + 1) * width]))
-        self._runs[bytes(run.keys[first * width : (first + 1) * width])] = Shadow(
+    def __iter__(self) -> Iterator[Shadow]:
+        return iter(self._runs.values())
+
+    def remember(self, run: Node, first: int, width: int, queue: int, now: int) -> None:
+        """The pages of `run` from `first` on are evicted; `queue` is for the policy."""
+        key = bytes(run.keys[first * width : (first + 1) * width])
+        self._drop(self._runs.pop(key, None), now)
+        self._runs[key] = Shadow(
             _digests(run.keys, first, len(run), width),
             run.born,
             run.last_use,
             run.previous_use,
             run.uses,
-            run.queue,
+            queue,
             now,
         )
         self.page_count += len(run) - first
-        while self.page_count + _RUN_PAGES * len(self._runs) > self.pages_max and self._runs:
-            shadow = self._runs.popitem(last=False)[1]
+        while self.page_count > self.pages_max:
+            self._drop(self._runs.popitem(last=False)[1], now)
+
+    def _drop(self, shadow: Shadow | None, now: int) -> None:
+        if shadow is not None:
             self.page_count -= len(shadow)
             if self.dropped is not None:
                 self.dropped(shadow, now)
 
-    def forget(self, first_key: bytes) -> None:
-        """Drop the shadow that begins with this page, if there is one."""
-        shadow = self._runs.pop(first_key, None)
-        if shadow is not None:
-            self.page_count -= len(shadow)
+    def check(self) -> None:
+        """Raise AssertionError unless pages are counted and bounded; for tests."""
+        assert self.page_count == sum(len(shadow) for shadow in self._runs.values())
 
-    def recall(self, keys: bytes, width: int) -> list[tuple[int, Shadow | None]]:
-        """Cut a run that comes into parts of one history each, and drop the shadows found.
+    def recall(self, keys: bytes, width: int, take: bool = True) -> list[tuple[int, Shadow | None]]:
+        """Cut a run that comes into parts of one history each.
 
+        Parameters
+            take: the run comes now: its shadows are given up, without a word to `dropped`.
         Returns
             (pages, shadow) in order; the shadow is None for pages that are not known.
         """
@@ -95,7 +100,9 @@ class Shadows:
                 # Shadows of one chain follow each other; where one is missing, nothing follows.
                 parts.append((count - at, None))
                 break
-            self.forget(key)
+            if take:
+                del self._runs[key]
+                self.page_count -= len(shadow)
             same = _equal_pages(shadow.digests, _digests(keys, at, count, width))
             parts.append((same, shadow))
             at += same

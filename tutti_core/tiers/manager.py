@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import threading
 import time
 from collections import Counter
@@ -25,7 +26,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tutti_core import hashing
-from tutti_core.errors import DISK_FULL, DeviceError, StoreClosedError, StoreFullError
+from tutti_core.errors import DISK_FULL, ConfigError, DeviceError, StoreClosedError, StoreFullError
 from tutti_core.format import DATA_OFFSET_BYTES
 from tutti_core.index.catalog import (
     Catalog,
@@ -41,7 +42,10 @@ from tutti_core.index.radix import NO_SLOT, Locations
 from tutti_core.index.restore import build_pages
 from tutti_core.io.transport import BLOCK_BYTES
 from tutti_core.keys import Namespace
+from tutti_core.policies.admission import Admission, Always
+from tutti_core.policies.choice import make_policy
 from tutti_core.tiers.lease import Lease
+from tutti_core.tiers.limits import Limits, Rules
 from tutti_core.tiers.pools import Layout
 from tutti_core.tiers.segments import Segments
 from tutti_core.tiers.space import Space
@@ -63,6 +67,7 @@ CONDEMNED_MAX = 65_536
 records does not offer them again. Generations are never used twice."""
 
 _RESTORE_CHUNK = 8192
+_EXPIRY_STEPS = 8  # times a TTL that what is past it is looked for
 
 
 @dataclass(slots=True)
@@ -73,7 +78,10 @@ class Entry:
     page_bytes: int
     key_bytes: int
     pages: NamespacePages
+    admission: Admission = field(default_factory=lambda: Always(1))
+    limits: Limits = field(default_factory=Limits)
     slot_bytes: int = field(init=False)
+    expired_at: int = 0
 
     def __post_init__(self) -> None:
         self.slot_bytes = -(-self.page_bytes // BLOCK_BYTES) * BLOCK_BYTES
@@ -83,15 +91,33 @@ class Entry:
         return hashing.record_keys(self.digest, page_keys, self.key_bytes)
 
 
+@dataclass(slots=True)
+class _Room:
+    """Room that is being made: for pages of `entry` below `chain` that are worth `worth`."""
+
+    entry: Entry
+    chain: bytes
+    sweep: Callable[[], None]
+    deadline_s: float
+    worth: float = math.inf
+
+
 class Manager:
     """Placement of one store's pages.
 
     Parameters
         owned_max: segments that this process may own.
+        rules: the policy, and what may be written.
     """
 
     def __init__(
-        self, layout: Layout, catalog: Catalog, lease: Lease, lease_folder: Path, owned_max: int
+        self,
+        layout: Layout,
+        catalog: Catalog,
+        lease: Lease,
+        lease_folder: Path,
+        owned_max: int,
+        rules: Rules | None = None,
     ) -> None:
         self.layout = layout
         self.catalog = catalog
@@ -105,7 +131,11 @@ class Manager:
         self._segments = Segments(
             layout, catalog, lease, lease_folder, owned_max, self.space, self.lock, self.count
         )
+        self.rules = rules or Rules()
+        self.capacity_bytes = owned_max * layout.segment_bytes
+        self._budget = self.rules.make_budget()
         self._clock = catalog.sequence() + 1  # newer than every restored page
+        self._opened = self._tick()
         self._condemned: dict[int, None] = {}  # generations of unreadable pages, latest last
         self._unremoved: list[tuple[bytes, int, int]] = []  # retired, but the catalog said no
         self._stopping = False
@@ -126,9 +156,38 @@ class Manager:
     def _entry(self, digest: bytes, page_bytes: int, key_bytes: int) -> Entry:
         entry = self._entries.get(digest)
         if entry is None:
-            entry = Entry(digest, page_bytes, key_bytes, NamespacePages(key_bytes))
+            capacity_pages = self._capacity_pages(page_bytes)
+            entry = Entry(
+                digest,
+                page_bytes,
+                key_bytes,
+                self._new_pages(page_bytes, key_bytes),
+                self.rules.make_admission(capacity_pages),
+            )
             self._entries[digest] = entry
         return entry
+
+    def _capacity_pages(self, page_bytes: int) -> int:
+        return self.capacity_bytes // (-(-page_bytes // BLOCK_BYTES) * BLOCK_BYTES)
+
+    def _new_pages(self, page_bytes: int, key_bytes: int) -> NamespacePages:
+        policy = make_policy(self.rules.policy, self._capacity_pages(page_bytes))
+        return NamespacePages(key_bytes, policy, self._opened)
+
+    def limit(self, entry: Entry, limits: Limits) -> None:
+        """Set the limits of a namespace.
+
+        Raises
+            ConfigError: an impossible limit, or the shares add up to more than all.
+        """
+        limits.check()
+        with self.lock:
+            others = sum(e.limits.share for e in self._entries.values() if e is not entry)
+            if others + limits.share > 1.0:
+                raise ConfigError(
+                    f"share = {limits.share}: other namespaces have {others:g} already"
+                )
+            entry.limits = limits
 
     def _tick(self) -> int:
         """The time in nanoseconds, rising from call to call."""
@@ -141,7 +200,9 @@ class Manager:
         count = len(keys) // entry.key_bytes
         if rooted:
             with self.lock:
-                hit = entry.pages.match(keys, first, self._tick())
+                count = self._shown_count(entry, keys)
+                keys = keys[: count * entry.key_bytes]
+                hit = entry.pages.match(keys, first, self._tick()) if first < count else 0
             chunk = 1
             while first + hit < count:
                 # Pages of other processes, or not restored yet. Most misses cost one look-up.
@@ -160,6 +221,9 @@ class Manager:
     def locate(self, entry: Entry, keys: bytes, first: int, rooted: bool) -> Locations:
         """Return the locations of pages `first` .. end of the chain."""
         with self.lock:
+            shown = self._shown_count(entry, keys) if rooted else len(keys) // entry.key_bytes
+            hidden = len(keys) // entry.key_bytes - max(shown, first)
+            keys = keys[: max(shown, first) * entry.key_bytes]
             found = self._locate(entry, keys, first, rooted)
         missing = np.flatnonzero(found.slot == NO_SLOT)
         if len(missing):
@@ -170,7 +234,14 @@ class Manager:
             part.slot[fill] = known.slot[fill]
             part.checksum[fill] = known.checksum[fill]
             part.generation[fill] = known.generation[fill]
-        return found
+        return found.padded(hidden) if hidden else found
+
+    def _shown_count(self, entry: Entry, keys: bytes) -> int:
+        """How many leading pages of a rooted chain are not past the namespace's TTL."""
+        ttl_ns = entry.limits.ttl_ns
+        if ttl_ns is None:
+            return len(keys) // entry.key_bytes
+        return entry.pages.fresh_count(keys, self._tick() - ttl_ns)
 
     def _locate(self, entry: Entry, keys: bytes, first: int, rooted: bool) -> Locations:
         found = entry.pages.locate(keys, first, rooted, self._tick())
@@ -292,30 +363,91 @@ class Manager:
 
     # ---- space (saver thread) ----
     def reserve(
-        self, entry: Entry, chain: bytes, count: int, sweep: Callable[[], None], wait_s: float
+        self,
+        entry: Entry,
+        chain: bytes,
+        count: int,
+        sweep: Callable[[], None],
+        wait_s: float,
+        *,
+        choosy: bool = True,
+        output_tokens: int | None = None,
     ) -> U64:
-        """Reserve slots for `count` pages, evicting where needed; fewer when nothing can go.
+        """Reserve slots for `count` pages, evicting where needed.
+
+        Fewer when they are not admitted, when nothing can go, or nothing that is worth less.
 
         Parameters
-            chain: packed keys of a rooted chain whose pages must not be evicted for it; may be b"".
+            chain: packed keys of a rooted chain that ends with the pages; its pages are not evicted
+                for them. b"" where the chain is not known.
+            choosy: leave pages out that the admission refuses or that are worth too little; not for
+                pages that leave memory. The write budget holds for all.
+            output_tokens: see Policy.settled.
             sweep: called to let finished loads return their slots.
             wait_s: bound on waiting for loads in flight.
         """
         taken: list[U64] = []
-        deadline_s = time.monotonic() + wait_s
+        room = _Room(entry, chain, sweep, time.monotonic() + wait_s)
+        wanted = self._admitted_count(entry, chain if choosy else b"", count)
         try:
-            self._make_room_in_catalog(entry, chain, count)
             self._segments.open_pools(entry.slot_bytes)
-            while count:
-                with self.lock:
-                    slots = self.space.allocate(count, entry.slot_bytes)
-                taken.append(slots)
-                count -= len(slots)
-                if count and not self._more_space(entry, chain, count, sweep, deadline_s):
+            self._expire()
+            parts = self._worth(entry, chain if choosy else b"", wanted, count, output_tokens)
+            for pages, room.worth in parts:
+                if not self._reserve_part(room, pages, taken):
                     break
         except (StoreFullError, DeviceError) as error:
             self._note_catalog_error(error)
         return np.concatenate(taken) if taken else np.empty(0, dtype=np.uint64)
+
+    def _reserve_part(self, room: _Room, count: int, taken: list[U64]) -> bool:
+        """Add slots for `count` pages to `taken`; False if that is not possible for all."""
+        self._make_room_in_catalog(room, count)
+        while count:
+            with self.lock:
+                slots = self.space.allocate(count, room.entry.slot_bytes)
+            taken.append(slots)
+            count -= len(slots)
+            if count and not self._more_space(room, count):
+                return False
+        return True
+
+    def _admitted_count(self, entry: Entry, chain: bytes, count: int) -> int:
+        """How many of the last `count` pages of a chain may be written; a front part of them."""
+        now = self._tick()
+        admitted = count
+        if chain:
+            with self.lock:
+                mask = entry.admission.admit(
+                    chain, entry.key_bytes, len(chain) // entry.key_bytes - count, now
+                )
+            admitted = int(np.count_nonzero(mask))
+        if admitted < count:
+            self.count("pages_not_admitted", count - admitted)
+        length = entry.page_bytes
+        granted = self._budget.take(admitted * length, now, length) // length
+        if granted < admitted:
+            self.count("pages_over_budget", admitted - granted)
+        return granted
+
+    def _worth(
+        self, entry: Entry, chain: bytes, wanted: int, count: int, output_tokens: int | None
+    ) -> list[tuple[int, float]]:
+        """The first `wanted` of the last `count` pages of a chain, in parts of one worth each."""
+        if not chain or wanted == 0:
+            return [(wanted, math.inf)]
+        total = len(chain) // entry.key_bytes
+        first = total - count
+        with self.lock:
+            parts = entry.pages.worth(
+                chain[: (first + wanted) * entry.key_bytes], first, total, output_tokens
+            )
+        return parts
+
+    def settle(self, entry: Entry, chain: bytes, kept: int, output_tokens: int | None) -> None:
+        """Tell the policy that a request was saved: the first `kept` pages of its chain."""
+        with self.lock:
+            entry.pages.settle(chain, kept, output_tokens, self._tick())
 
     def cancel(self, slots: U64) -> None:
         """Give reserved slots back unused."""
@@ -337,29 +469,28 @@ class Manager:
         logger.warning("the catalog refused: %s", error)
         self.count("catalog_errors", 1)
 
-    def _more_space(
-        self, entry: Entry, chain: bytes, count: int, sweep: Callable[[], None], deadline_s: float
-    ) -> bool:
+    def _more_space(self, room: _Room, count: int) -> bool:
         """Find more free slots of this size by the cheapest means left; False if there is none."""
-        if self._scan_segment() or self._segments.claim(entry.slot_bytes, None):
+        slot_bytes = room.entry.slot_bytes
+        if self._scan_segment() or self._segments.claim(slot_bytes, None):
             return True
         if self._segments.adopt():
             return True
-        sweep()
+        room.sweep()
         with self.slots_returned:
-            if self.space.free_count(entry.slot_bytes):
+            if self.space.free_count(slot_bytes):
                 return True
             if (
-                self.space.waiting_count(entry.slot_bytes) >= count
+                self.space.waiting_count(slot_bytes) >= count
                 or self.space.waiting_bytes() >= self.layout.segment_bytes
             ):
                 # Enough was evicted; loads in flight are still reading it.
-                left_s = deadline_s - time.monotonic()
+                left_s = room.deadline_s - time.monotonic()
                 if left_s <= 0:
                     return False
                 self.slots_returned.wait(min(left_s, 0.01))
                 return True
-        return self._evict(entry, chain, count, entry.slot_bytes)
+        return self._evict(room, count, slot_bytes)
 
     def _scan_segment(self) -> bool:
         """Put one more segment that this process owns into the space map; False if all are."""
@@ -384,15 +515,32 @@ class Manager:
                 entry.pages.absorb(learnt)
 
     # ---- eviction (saver thread) ----
-    def _make_room_in_catalog(self, entry: Entry, chain: bytes, count: int) -> None:
+    def _make_room_in_catalog(self, room: _Room, count: int) -> None:
         excess = self.catalog.record_count() + count - self.catalog.records_max
         if excess > 0:
-            self._evict(entry, chain, excess, None)
+            self._evict(room, excess, None)
 
-    def _evict(self, entry: Entry, chain: bytes, count: int, slot_bytes: int | None) -> bool:
+    def _expire(self) -> None:
+        """Evict what is past its namespace's TTL, if that was not done of late."""
+        now = self._tick()
+        victims: list[tuple[bytes, int, int]] = []
+        with self.lock:
+            for entry in self._entries.values():
+                ttl_ns = entry.limits.ttl_ns
+                if ttl_ns is None or now < entry.expired_at + ttl_ns // _EXPIRY_STEPS:
+                    continue
+                entry.expired_at = now
+                while gone := entry.pages.unused_since(now - ttl_ns):
+                    for victim in gone:
+                        victims += self._retire(entry, victim)
+        if victims:
+            self._remove_retired(victims)
+            self.count("expired_pages", len(victims))
+
+    def _evict(self, room: _Room, count: int, slot_bytes: int | None) -> bool:
         """Evict `count` pages of one slot size (None: any), in the policy's order; False if none.
 
-        The pages of `chain` in `entry` stay: room is being made for what follows them.
+        The pages of the chain stay: room is being made for what follows them.
         Pages of another size go first where they are older; their segments are recycled when empty.
         """
         self.restored.wait()
@@ -406,11 +554,12 @@ class Manager:
         left = True
         while left and count > 0 and others > 0:
             with self.lock:
-                entry.pages.guard(chain)
+                room.entry.pages.guard(room.chain)
                 looked_at = 0
                 while count > 0 and others > 0 and looked_at < EVICTION_STEP_PAGES:
-                    choice = self._choose_victim(min(count, EVICTION_STEP_PAGES - looked_at))
-                    if choice is None:
+                    most = min(count, EVICTION_STEP_PAGES - looked_at)
+                    choice = self._choose_victim(room.entry, most, others)
+                    if choice is None or choice[1].value > room.worth:
                         left = False
                         break
                     owner, victim = choice
@@ -421,7 +570,7 @@ class Manager:
                         count -= len(retired)
                     else:
                         others -= len(retired) * (owner.slot_bytes // BLOCK_BYTES)
-                entry.pages.unguard()
+                room.entry.pages.unguard()
             time.sleep(_EVICTION_PAUSE_S)
         if not victims and not self._unremoved:
             return False
@@ -455,13 +604,30 @@ class Manager:
         with self.lock:
             self.space.give_up(slots)
 
-    def _choose_victim(self, pages_max: int) -> tuple[Entry, Victim] | None:
-        """What goes next: of what each namespace's policy offers, the pages used longest ago."""
+    def _choose_victim(
+        self, wanting: Entry, pages_max: int, others_max: int
+    ) -> tuple[Entry, Victim] | None:
+        """What goes next for a page of `wanting`: of what each policy offers, what is worth least.
+
+        A namespace gives up for others only what it has beyond its share. Of pages of another size
+        at most `others_max` blocks go.
+        """
         best: tuple[Entry, Victim] | None = None
         now = self._tick()
         for entry in self._entries.values():
-            victim = entry.pages.victim(pages_max, now)
-            if victim is not None and (best is None or victim.last_use < best[1].last_use):
+            most = pages_max
+            if entry.slot_bytes != wanting.slot_bytes:
+                most = min(most, max(others_max // (entry.slot_bytes // BLOCK_BYTES), 1))
+            if entry is not wanting and entry.limits.share:
+                kept = int(entry.limits.share * self.capacity_bytes) // entry.slot_bytes
+                most = min(most, entry.pages.page_count - kept)
+                if most <= 0:
+                    continue
+            victim = entry.pages.victim(most, now)
+            if victim is None:
+                continue
+            order = (victim.value, victim.last_use)
+            if best is None or order < (best[1].value, best[1].last_use):
                 best = (entry, victim)
         return best
 
@@ -543,7 +709,7 @@ class Manager:
 
     def _empty(self, entry: Entry) -> None:
         with self.lock:
-            empty = NamespacePages(entry.key_bytes)
+            empty = self._new_pages(entry.page_bytes, entry.key_bytes)
             empty.pins = entry.pages.pins
             entry.pages = empty
 
@@ -574,9 +740,12 @@ class Manager:
     ) -> None:
         width = int(description["key_bytes"])
         records = np.concatenate([r for _, r in chunks])
-        restored = build_pages(width, b"".join(k for k, _ in chunks), records)
+        page_bytes = int(description["page_bytes"])
+        policy = make_policy(self.rules.policy, self._capacity_pages(page_bytes))
+        restored = build_pages(width, b"".join(k for k, _ in chunks), records, policy)
+        restored.opened = self._opened
         with self.lock:
-            entry = self._entry(digest, int(description["page_bytes"]), width)
+            entry = self._entry(digest, page_bytes, width)
             if self._condemned:
                 restored.drop_generations(set(self._condemned))
             restored.absorb(entry.pages)

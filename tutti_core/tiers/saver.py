@@ -13,7 +13,8 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -34,6 +35,7 @@ GROUP_JOBS_MAX = BATCHES_IN_FLIGHT_MAX // 4
 JOBS_MAX = 4096
 
 Indices = npt.NDArray[np.intp]
+U64 = npt.NDArray[np.uint64]
 
 
 class SaveTicket:
@@ -85,6 +87,13 @@ class SaveJob:
     index       positions in the chain of the pages to write, rising.
     result      position of each of them in the ticket's result.
     fragments   their memory, one row each.
+    keep        whether memory tiers may keep a copy; not of what comes out of one.
+    known_from  from this page of the chain on, all ancestors were stored when the save was called;
+                None: that is not known, or does not matter.
+    output_tokens   what the engine generated for the request, if it said so.
+    kept        pages at the front of the chain that are kept; None: all. The policy is told.
+    release     called once when neither queue nor device uses the memory any more, which may be
+                after the ticket's end.
     """
 
     entry: Entry
@@ -94,11 +103,26 @@ class SaveJob:
     result: Indices
     fragments: PageFragments
     ticket: SaveTicket
+    keep: bool = True
+    known_from: int | None = None
+    output_tokens: int | None = None
+    kept: int | None = None
+    release: Callable[[], None] | None = None
 
     @property
     def length_bytes(self) -> int:
         """Bytes to write."""
         return len(self.index) * self.entry.page_bytes
+
+    def rest(self, start: int) -> SaveJob:
+        """The pages from the `start`-th on, of which memory tiers keep no copy."""
+        return replace(
+            self,
+            index=self.index[start:],
+            result=self.result[start:],
+            fragments=self.fragments.part(start, len(self.index)),
+            keep=False,
+        )
 
     def new_pages(self, count: int, slots: npt.NDArray[np.uint64]) -> NewPages:
         """Catalog input for the first `count` pages, checksums still zero."""
@@ -120,6 +144,42 @@ class SaveJob:
             slot=slots,
             checksum=np.zeros(count, dtype=np.uint64),
         )
+
+
+class UpperTiers(Protocol):
+    """What the saver tells the memory tiers above; all calls come from its thread."""
+
+    def before_write(self, job: SaveJob) -> None:
+        """The pages of a job are about to be written: what they depend on must not be dropped."""
+        ...
+
+    def after_eviction(self) -> None:
+        """Pages may have been evicted from the devices: drop what depended on them."""
+        ...
+
+    def keep(self, job: SaveJob, count: int) -> Any:
+        """Copy the first `count` pages of a job where there is room; None: nothing was copied."""
+        ...
+
+    def end_keep(self, job: SaveJob, kept: Any, stored: Indices, checksum: U64) -> None:
+        """Of what `keep` copied, offer the pages at these positions of the job; drop the rest."""
+        ...
+
+    def sound_pages(self, job: SaveJob) -> int:
+        """How many pages of a job that was written still have all their ancestors in the store."""
+        ...
+
+    def after_publish(self, job: SaveJob, stored: Indices) -> None:
+        """The devices hold the pages at these positions of the job now."""
+        ...
+
+    def settle(self, entry: Entry, keys: bytes, output_tokens: int | None) -> None:
+        """A request was saved; see `Policy.settled`."""
+        ...
+
+    def clear(self, entry: Entry) -> int:
+        """Empty a namespace; returns how many of its pages were in memory only."""
+        ...
 
 
 @dataclass(slots=True)
@@ -147,6 +207,7 @@ class _Writing:
     pages: NewPages
     device: npt.NDArray[np.uint32]
     ticket: int
+    kept: Any = None
 
 
 Job = SaveJob | ClearJob | DropJob
@@ -160,6 +221,7 @@ class Saver:
         backlog_bytes: bound on page bytes that wait or are being written.
         sweep: lets finished loads return their slots.
         fail: called once if an invariant of ours breaks; nothing is saved from then on.
+        upper: the memory tiers, where there are any.
     """
 
     def __init__(
@@ -172,6 +234,7 @@ class Saver:
         io_timeout_s: float,
         sweep: Callable[[], None],
         fail: Callable[[], None],
+        upper: UpperTiers | None = None,
     ) -> None:
         self._manager = manager
         self._transport = transport
@@ -180,6 +243,7 @@ class Saver:
         self._io_timeout_s = io_timeout_s
         self._sweep = sweep
         self._fail = fail
+        self._upper = upper
         self._jobs: deque[Job] = deque()
         self._pending_bytes = 0
         self._changed = threading.Condition()
@@ -264,26 +328,39 @@ class Saver:
         for job in jobs:
             if job.ticket.cancelled:
                 self._end(job)
+                _release(job)
                 continue
+            if self._upper is not None:
+                self._upper.before_write(job)
             slots = self._manager.reserve(
                 job.entry,
                 job.keys if job.rooted else b"",
                 len(job.index),
                 self._sweep,
                 self._io_timeout_s,
+                choosy=job.release is None,
+                output_tokens=job.output_tokens,
             )
+            if len(slots) < len(job.index):
+                job.kept = int(job.index[len(slots)])
+            if self._upper is not None:
+                self._upper.after_eviction()
             if len(slots) < len(job.index):
                 self._manager.count("pages_refused_full", len(job.index) - len(slots))
             if len(slots) == 0:
                 self._end(job)
+                _release(job)
                 continue
             writing = self._submit(job, slots)
             if writing is None:
                 self._manager.count("pages_refused_busy", len(slots))
                 self._manager.cancel(slots)
                 self._end(job)
+                _release(job)
             else:
                 started.append(writing)
+                if self._upper is not None and job.keep:
+                    writing.kept = self._upper.keep(job, len(slots))
         return started
 
     def _submit(self, job: SaveJob, slots: npt.NDArray[np.uint64]) -> _Writing | None:
@@ -310,9 +387,11 @@ class Saver:
                 # The memory and the slots stay taken until the device answers.
                 self._manager.count("writes_stuck", 1)
                 self._stuck.append(writing)
+                self._offer(writing, np.empty(0, dtype=np.intp))
                 self._end(writing.job)
             else:
                 written.append((writing, result))
+                _release(writing.job)
         flushed = self._flush_devices([w for w, _ in written])
         ready = [self._select(writing, result, flushed) for writing, result in written]
         groups = [item for item in ready if item is not None]
@@ -322,10 +401,21 @@ class Saver:
             )
             for (writing, chosen, _), kept in zip(groups, stored, strict=True):
                 writing.job.ticket.settle(writing.job.result[chosen[kept]], True)
-                self._manager.count("saved_pages", int(np.count_nonzero(kept)))
+                self._offer(writing, chosen[kept])
+                if writing.job.release is None:  # else it was a save before: memory wrote it down
+                    if self._upper is not None:
+                        self._upper.after_publish(writing.job, chosen[kept])
+                    self._manager.count("saved_pages", int(np.count_nonzero(kept)))
         for writing, _ in written:
+            self._offer(writing, np.empty(0, dtype=np.intp))
             self._end(writing.job)
         self._collect_stuck()
+
+    def _offer(self, writing: _Writing, stored: Indices) -> None:
+        """Let the memory tiers offer what they kept of these pages; they drop the other copies."""
+        if self._upper is not None and writing.kept is not None:
+            kept, writing.kept = writing.kept, None
+            self._upper.end_keep(writing.job, kept, stored, writing.pages.checksum)
 
     def _flush_devices(self, group: list[_Writing]) -> dict[int, int]:
         """Flush the devices that a group wrote to; device -> 0 or a negative errno."""
@@ -342,11 +432,16 @@ class Saver:
         for device, code in flushed.items():
             if code:
                 status[(writing.device == device) & (status == 0)] = code
+        if self._upper is not None:
+            sound = self._upper.sound_pages(writing.job)
+            self._manager.count("pages_orphaned", int(np.count_nonzero(status[sound:] == 0)))
+            status[sound:] = -errno.ESTALE
         good = np.flatnonzero(status == 0)
         pages = writing.pages
         pages.checksum[:] = result.checksum
         if len(good) < len(status):
-            self._manager.count("write_errors", len(status) - len(good))
+            failed = np.count_nonzero((status != 0) & (status != -errno.ESTALE))
+            self._manager.count("write_errors", int(failed))
             self._manager.cancel(pages.slot[status != 0])
             pages = pages.select(good)
         return (writing, good, pages) if len(good) else None
@@ -356,7 +451,8 @@ class Saver:
             if isinstance(job, DropJob):
                 self._manager.remove_dropped(job.pages)
             else:
-                job.removed = self._manager.clear(job.entry)
+                job.removed = self._upper.clear(job.entry) if self._upper is not None else 0
+                job.removed += self._manager.clear(job.entry)
         except (StoreFullError, DeviceError) as error:
             self._manager.count("catalog_errors", 1)
             if isinstance(job, ClearJob):
@@ -367,6 +463,12 @@ class Saver:
             job.done.set()
 
     def _end(self, job: SaveJob) -> None:
+        if job.rooted and job.release is None:
+            total = len(job.keys) // job.entry.key_bytes
+            kept = total if job.kept is None else job.kept
+            self._manager.settle(job.entry, job.keys, kept, job.output_tokens)
+            if self._upper is not None:
+                self._upper.settle(job.entry, job.keys, job.output_tokens)
         with self._changed:
             self._pending_bytes -= job.length_bytes
         job.ticket.finish()
@@ -379,6 +481,7 @@ class Saver:
                 still.append(writing)
             else:
                 self._manager.cancel(writing.pages.slot)
+                _release(writing.job)
         self._stuck = still
 
     def _give_up(self, group: list[Job], writing: list[_Writing]) -> None:
@@ -395,6 +498,11 @@ class Saver:
                 job.error = InternalError("the store has stopped saving", op="clear")
                 job.done.set()
         self._fail()
+
+
+def _release(job: SaveJob) -> None:
+    if job.release is not None:
+        job.release()
 
 
 def page_batch(

@@ -1,0 +1,356 @@
+"""Loads: one ticket a load, whose pages come from the devices, from memory tiers, or from both.
+
+What memory tiers hold is copied and the rest is read in one batch, both at once. A page is good if
+it was copied whole, or if it was read, its checksum is right and its record has not changed. Pages
+that fail are forgotten at once and their records removed soon.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import threading
+import time
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from tutti_core.errors import BusyError
+from tutti_core.geometry import PageFragments
+from tutti_core.index.catalog import record_key_at
+from tutti_core.index.radix import NO_SLOT, Locations
+from tutti_core.io.transport import Batch, BatchResult, Op, Transport
+from tutti_core.keys import PageKeys
+from tutti_core.tiers.copier import Copy
+from tutti_core.tiers.manager import Entry, Manager
+from tutti_core.tiers.memory import MemoryTier
+from tutti_core.tiers.mover import LoadGate
+from tutti_core.tiers.saver import DropJob, Saver, page_batch
+from tutti_core.tiers.stack import TierStack
+
+logger = logging.getLogger("tutti")
+
+Indices = npt.NDArray[np.intp]
+Mask = npt.NDArray[np.bool_]
+
+_NOT_THE_PAGE = [-errno.EAGAIN, -errno.EINTR, -errno.ENOMEM, -errno.EFAULT]
+"""Failures of a read that say nothing against the page: a passing shortage, the caller's memory."""
+
+
+@dataclass(slots=True)
+class _Transfer:
+    """The part of a load that is read from the devices; `memory` is kept alive by it."""
+
+    ticket: int
+    started: int
+    pages: Indices
+    where: Locations
+    memory: PageFragments
+
+
+@dataclass(slots=True)
+class _CopyOut:
+    """A part of a load that is copied from a memory tier."""
+
+    copy: Copy
+    pages: Indices
+    tier: MemoryTier
+
+
+class LoadTicket:
+    """Outcome of one `load`: True for each page whose memory holds the page that was asked for.
+
+    Memory of a page that reports False is undefined and must not be used.
+    Threads    any may wait; all see the same result.
+    """
+
+    def __init__(
+        self, loader: Loader, entry: Entry, keys: PageKeys, first: int, count: int
+    ) -> None:
+        self._loader = loader
+        self._entry = entry
+        self._keys = keys
+        self._first = first
+        self._lock = threading.Lock()
+        self._loaded = np.zeros(count, dtype=np.bool_)
+        self._transfer: _Transfer | None = None
+        self._copies: list[_CopyOut] = []
+        self._ended = True  # until something is attached
+
+    def done(self) -> bool:
+        """Whether the result is there; does not block."""
+        return self._advance(0.0, 0.0)
+
+    def wait(self, timeout_s: float | None = None) -> Mask:
+        """Return one bool a page.
+
+        Raises
+            BusyError: not finished after `timeout_s`; wait again. The memory is still being written
+                to and must not be reused.
+        """
+        timeout_s = self._loader.io_timeout_s if timeout_s is None else timeout_s
+        if not self._advance(timeout_s, timeout_s):
+            raise BusyError(f"the load is not finished after {timeout_s} s", op="load")
+        return self._loaded
+
+    def _advance(self, lock_timeout_s: float, timeout_s: float) -> bool:
+        """Collect the parts' results if they end in time; True when all are there."""
+        if self._ended:
+            return True
+        if not self._lock.acquire(timeout=lock_timeout_s):
+            return self._ended
+        try:
+            if self._ended:
+                return True
+            deadline_s = time.monotonic() + timeout_s
+            if not self._advance_copies(timeout_s):
+                return False
+            left_s = max(deadline_s - time.monotonic(), 0.0)
+            if self._transfer is not None and not self._advance_transfer(self._transfer, left_s):
+                return False
+            self._ended = True
+            self._loader.forget(self)
+            return True
+        finally:
+            self._lock.release()
+
+    def _advance_copies(self, timeout_s: float) -> bool:
+        deadline_s = time.monotonic() + timeout_s
+        while self._copies:
+            part = self._copies[-1]
+            if not part.copy.wait(deadline_s - time.monotonic() if timeout_s else 0.0):
+                return False
+            self._copies.pop()
+            if not part.copy.failed:
+                self._loaded[part.pages] = True
+                self._loader.arrived(self._entry, self._keys, self._first, part.pages, part.tier)
+        return True
+
+    def _advance_transfer(self, transfer: _Transfer, timeout_s: float) -> bool:
+        result = self._loader.transport.wait(transfer.ticket, timeout_s)
+        if result is None:
+            return False
+        try:
+            good = self._loader.judge(
+                self._entry,
+                self._keys,
+                self._first,
+                transfer.pages,
+                transfer.where,
+                result,
+                transfer.started,
+            )
+            self._loaded[transfer.pages] = good
+        finally:
+            self._transfer = None
+            self._ended = not self._copies
+            self._loader.end_read(transfer.started)
+        self._loader.arrived(self._entry, self._keys, self._first, transfer.pages[good], None)
+        return True
+
+
+class Loader:
+    """Starts and ends the loads of one store.
+
+    Parameters
+        verify: compare the checksums of pages that are read from the devices.
+        stack: the memory tiers, where there are any.
+        gate: told of each load that uses the devices.
+    Threads    any.
+    """
+
+    def __init__(
+        self,
+        manager: Manager,
+        transport: Transport,
+        gate: LoadGate,
+        *,
+        verify: bool,
+        io_timeout_s: float,
+        stack: TierStack | None = None,
+    ) -> None:
+        self.transport = transport
+        self.io_timeout_s = io_timeout_s
+        self.saver: Saver
+        self._manager = manager
+        self._gate = gate
+        self._verify = verify
+        self._stack = stack
+        self._lock = threading.Lock()
+        self._loads: set[LoadTicket] = set()  # keeps their memory alive until they end
+
+    def start(self, entry: Entry, keys: PageKeys, first: int, memory: PageFragments) -> LoadTicket:
+        """Start loading the pages from `first` on; returns at once."""
+        ticket = LoadTicket(self, entry, keys, first, len(keys) - first)
+        if self._stack is None:
+            self._read(ticket, entry, keys, first, memory, None)
+        else:
+            self._load_from_all(self._stack, ticket, entry, keys, first, memory)
+        if ticket._transfer is not None or ticket._copies:
+            ticket._ended = False
+            with self._lock:
+                self._loads.add(ticket)
+        return ticket
+
+    def sweep(self) -> None:
+        """Collect loads that have ended but that nobody waited for."""
+        for ticket in self.in_flight():
+            ticket._advance(0.0, 0.0)
+
+    def in_flight(self) -> list[LoadTicket]:
+        """The loads that have not been collected."""
+        with self._lock:
+            return list(self._loads)
+
+    def wait_all(self, deadline_s: float) -> None:
+        """Collect what ends before a moment of the monotonic clock."""
+        for ticket in self.in_flight():
+            left_s = max(deadline_s - time.monotonic(), 0.0)
+            ticket._advance(left_s, left_s)
+
+    # ---- starting ----
+    def _load_from_all(
+        self,
+        stack: TierStack,
+        ticket: LoadTicket,
+        entry: Entry,
+        keys: PageKeys,
+        first: int,
+        memory: PageFragments,
+    ) -> None:
+        hits, wanted = stack.take(entry, keys.data, first, keys.rooted)
+        try:
+            if wanted.any():
+                self._read(ticket, entry, keys, first, memory, wanted)
+            stack.take_again(entry, keys.data, first, keys.rooted, wanted, hits)
+        except BaseException:
+            stack.give_back(hits)
+            raise
+        for hit in hits:
+            part = memory if len(hit.pages) == memory.page_count else memory.select(hit.pages)
+            for copy, pages in stack.copy_out(entry, hit, part):
+                ticket._copies.append(_CopyOut(copy, pages, hit.tier))
+            self._manager.count("loaded_pages", len(hit.pages))
+        if wanted.any():
+            self._manager.count("missed_pages", int(np.count_nonzero(wanted)))
+
+    def _read(
+        self,
+        ticket: LoadTicket,
+        entry: Entry,
+        keys: PageKeys,
+        first: int,
+        memory: PageFragments,
+        wanted: Mask | None,
+    ) -> None:
+        """Start reading pages from the devices (None: all); takes what is found off `wanted`."""
+        started = self._manager.begin_load()
+        try:
+            if wanted is None:
+                where = self._manager.locate(entry, keys.data, first, keys.rooted)
+                present = np.flatnonzero(where.slot != NO_SLOT)
+                self._manager.count("missed_pages", len(where) - len(present))
+                where = where.select(present)
+            else:
+                present, where = self._locate_wanted(entry, keys, first, wanted)
+            if len(present) == 0:
+                self._manager.end_load(started)
+                return
+            device, offset = self._manager.extents(where.slot, entry.slot_bytes)
+            memory = memory.select(present)
+            batch = page_batch(Op.READ, device, offset, memory, len(present), self._verify)
+            transfer = self._submit(batch)
+        except BaseException:
+            self._manager.end_load(started)
+            raise
+        if transfer is None:
+            self._manager.count("loads_refused_busy", len(present))
+            self._manager.end_load(started)
+        else:
+            ticket._transfer = _Transfer(transfer, started, present, where, memory)
+
+    def _locate_wanted(
+        self, entry: Entry, keys: PageKeys, first: int, wanted: Mask
+    ) -> tuple[Indices, Locations]:
+        assert self._stack is not None
+        low, where = self._stack.locate_below(entry, keys.data, first, keys.rooted, wanted)
+        here = wanted[low - first : low - first + len(where)] & (where.slot != NO_SLOT)
+        index = np.flatnonzero(here)
+        wanted[index + (low - first)] = False
+        return index + (low - first), where.select(index)
+
+    def _submit(self, batch: Batch) -> int | None:
+        """Start a batch; None when too many are in flight even after collecting finished ones."""
+        self._gate.begin()
+        try:
+            try:
+                return self.transport.submit(batch)
+            except BusyError:
+                self.sweep()
+            return self.transport.submit(batch)
+        except BusyError:
+            self._gate.end()
+            return None
+        except BaseException:
+            self._gate.end()
+            raise
+
+    # ---- ending ----
+    def forget(self, ticket: LoadTicket) -> None:
+        """All parts of a load have ended."""
+        with self._lock:
+            self._loads.discard(ticket)
+
+    def end_read(self, started: int) -> None:
+        """A load does not use the devices any more."""
+        self._manager.end_load(started)
+        self._gate.end()
+
+    def arrived(
+        self, entry: Entry, keys: PageKeys, first: int, pages: Indices, tier: MemoryTier | None
+    ) -> None:
+        """Pages of a load have arrived from a tier (None: the devices): they may move up."""
+        if self._stack is not None:
+            self._stack.loaded(entry, keys, pages + first, tier)
+
+    def judge(
+        self,
+        entry: Entry,
+        keys: PageKeys,
+        first: int,
+        pages: Indices,
+        where: Locations,
+        result: BatchResult,
+        started: int,
+    ) -> Mask:
+        """Which pages of a finished read are good; the others are forgotten."""
+        count = self._manager.count
+        read = result.status == 0
+        good = read.copy()
+        if self._verify:
+            good &= result.checksum == where.checksum
+        index = pages + first
+        valid = self._manager.still_there(entry, keys.data, index, where, started)
+        count("read_errors", int(np.count_nonzero(~read)))
+        count("checksum_errors", int(np.count_nonzero(read & ~good & valid)))
+        bad = np.flatnonzero(~(good & valid) & ~np.isin(result.status, _NOT_THE_PAGE))
+        if len(bad):
+            self._drop(entry, keys, index[bad], where.select(bad), valid[bad])
+        good &= valid
+        count("loaded_pages", int(np.count_nonzero(good)))
+        return np.asarray(good, dtype=np.bool_)
+
+    def _drop(
+        self, entry: Entry, keys: PageKeys, index: Indices, where: Locations, recorded: Mask
+    ) -> None:
+        """Drop pages that could not be read: from memory now, their records soon."""
+        record_keys = self._manager.record_keys(entry, keys.data, index)
+        self._manager.drop(entry, keys.data, index, keys.rooted, where.generation, recorded)
+        dropped = [
+            (record_key_at(record_keys, i), int(where.slot[i]), int(where.generation[i]))
+            for i in np.flatnonzero(recorded).tolist()
+        ]
+        if dropped:
+            self.saver.enqueue(DropJob(dropped))
+            logger.warning("%d pages could not be read back and were dropped", len(dropped))
