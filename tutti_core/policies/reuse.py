@@ -91,6 +91,7 @@ class Reuse(Policy):
         self._refresh_at = REFRESH_REQUESTS
         self._learn_at = 0  # the row that is looked at next
         self._lru_since_ms = -math.inf  # what was used since then, leaf-first LRU would hold
+        self._lru_part_pages = 0  # and of what was used at that time, so much
         self._lru_due_pages = 0.0
         self._ahead = self._asked = 0.0
         self._value = 0.0
@@ -108,7 +109,7 @@ class Reuse(Policy):
         self._lru_due_pages -= pages
         if self._lru_due_pages < 0:
             self._lru_due_pages = self.capacity_pages / LRU_STEPS
-            self._lru_since_ms = self._lru_since()
+            self._lru_since_ms, self._lru_part_pages = self._lru_since()
 
     def admitted(self, run: Node, pages: int, now: int) -> None:
         """See Policy."""
@@ -223,8 +224,17 @@ class Reuse(Policy):
             if self._seen[row] < bucket:
                 self._rates.expose_one(run_class, weight, int(self._seen[row]), bucket)
             self._rates.use(run_class, weight, bucket, exposed=self._seen[row] > bucket)
-        as_lru = len(run) if self._used_ms[row] >= self._lru_since_ms else 0
-        self._ahead += (len(run) if resident else 0) - as_lru
+        self._ahead += (len(run) if resident else 0) - self._held_by_lru(run)
+
+    def _held_by_lru(self, run: Node) -> int:
+        """How many pages of a run leaf-first LRU would hold, had it been in charge.
+
+        Of the request that it holds in part, those nearest to the root.
+        """
+        used_ms = self._used_ms[run.queue]
+        if used_ms != self._lru_since_ms:
+            return len(run) if used_ms > self._lru_since_ms else 0
+        return min(max(self._lru_part_pages - run.depth, 0), len(run))
 
     def _expose(self, row: int, now_ms: float) -> None:
         bucket = int(_lived(np.array([now_ms - self._used_ms[row]]))[0])
@@ -260,9 +270,10 @@ class Reuse(Policy):
         self._seen[rows] = bucket
         self._rates.refresh()
 
-    def _lru_since(self) -> float:
+    def _lru_since(self) -> tuple[float, int]:
         """The time since which `capacity` pages were used; leaf-first LRU evicted what is older.
 
+        And how many pages it holds of what was used at that very time.
         Of many rows some are drawn by lot, to stand for all.
         """
         used_ms, pages, size = self._used_ms, self._pages, len(self._used_ms)
@@ -271,7 +282,11 @@ class Reuse(Policy):
             used_ms, pages = used_ms[drawn], pages[drawn] * (size / ROWS_LEARNT_MAX)
         order = np.argsort(-used_ms)
         over = np.flatnonzero(np.cumsum(pages[order]) > self.capacity_pages)
-        return float(used_ms[order[over[0]]]) if len(over) else -math.inf
+        if not len(over):
+            return -math.inf, 0
+        since_ms = used_ms[order[over[0]]]
+        newer = pages[used_ms > since_ms].sum()
+        return float(since_ms), max(int(self.capacity_pages - newer), 0)
 
     @property
     def guarded(self) -> bool:
