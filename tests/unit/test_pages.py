@@ -5,6 +5,7 @@ import pytest
 
 from tutti_core.index.pages import NamespacePages
 from tutti_core.index.radix import NO_SLOT, Locations
+from tutti_core.policies.reuse import Reuse
 
 
 def path(text: str) -> bytes:
@@ -135,3 +136,44 @@ def test_absorb_does_not_put_a_page_in_two_places(pages) -> None:
     newer.insert(path("b"), 0, False, where(2), 5)
     pages.absorb(newer)
     assert pages.page_count == 2 and not pages.loose
+
+
+# ---- what the policy is asked ----
+def test_a_victim_is_offered_at_what_it_is_worth(pages) -> None:
+    pages.insert(path("ab"), 0, True, where(1, 2), 7)
+    pages.insert(path("x"), 0, False, where(3), 9)
+    victim = pages.victim(9, 20)
+    assert victim.value == victim.last_use == 7
+    pages.forget(victim, 20)
+    assert pages.victim(9, 20).value == 9  # a loose page, and no leaf to compare it with
+    assert pages.worth(path("abcd"), 1, 4, None) == [(3, float("inf"))]
+
+
+def test_a_loose_page_is_valued_on_the_scale_of_the_policy() -> None:
+    pages = NamespacePages(4, Reuse(100))
+    pages.insert(path("x"), 0, False, where(3), 10**15)
+    victim = pages.victim(9, 10**15 + 1)
+    assert victim is not None and victim.value == 0.0  # nothing was ever used again
+
+
+def test_pins_elsewhere_do_not_make_a_long_leaf_slow(pages) -> None:
+    class Counting(dict):
+        looked = 0
+
+        def __contains__(self, key: object) -> bool:
+            self.looked += 1
+            return super().__contains__(key)
+
+    keys = np.arange(1, 50_001, dtype=np.uint32).tobytes()
+    slots = np.arange(50_000, dtype=np.uint64)
+    pages.insert(keys, 0, True, Locations(slots, slots, slots), 1)
+    pages.pins = Counting({keys[-5 * 4 : -4 * 4]: 1})
+    victim = pages.victim(64, 2)
+    assert victim.span == 4 and pages.pins.looked == 5
+    pages.forget(victim, 2)
+    assert pages.victim(64, 2) is None
+    pages.pins.clear()
+    pages.unpin(b"")
+    pages.pin(keys[:4])
+    assert pages.victim(64, 2).span == 64
+    assert pages.victim(10**6, 2).span == 50_000 - 4 - 1

@@ -3,7 +3,9 @@
 import numpy as np
 import pytest
 
-from tutti_core.index.radix import NO_SLOT, Locations, RadixTree
+from tutti_core.index.radix import NO_SLOT, Locations, Node, RadixTree
+from tutti_core.policies.lru import Lru
+from tutti_core.policies.shadows import Shadows
 
 KEYS = [bytes([i]) * 4 for i in range(256)]
 
@@ -193,3 +195,107 @@ def test_long_runs_cost_one_node_and_few_bytes() -> None:
     assert sum(1 for _ in tree.nodes()) == 1
     assert tree.match(keys, 2) == 4096
     assert tree.locate(keys, 3).slot.tolist() == list(range(4096))
+
+
+# ---- requests as a whole, and joins ----
+class Alike(Lru):
+    """LRU that takes runs used equally often for the same, and notes what it is told."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.told: list[tuple] = []
+
+    def asked(self, pages: int, now: int) -> None:
+        self.told.append(("asked", pages))
+
+    def settled(self, runs, request_pages, output_tokens, now) -> None:
+        self.told.append(("settled", [len(run) for run in runs], request_pages, output_tokens))
+
+    def alike(self, upper: Node, lower: Node) -> bool:
+        return upper.uses == lower.uses
+
+    def removed(self, run: Node) -> None:
+        self.told.append(("removed", run.depth))
+
+
+def runs_of(tree: RadixTree) -> list[tuple[int, list[int], int]]:
+    """(depth, slots, gaps) of each node, by depth and first slot."""
+    return sorted((node.depth, list(node.slots), node.gaps) for node in tree.nodes())
+
+
+def test_the_policy_hears_of_each_request() -> None:
+    policy = Alike()
+    tree = RadixTree(4, policy)
+    put(tree, "abcd", 1, 2, 3, 4)
+    assert tree.match(path("abxy"), 2) == 2 and tree.match(path("q"), 3) == 0
+    tree.settle(path("abxy"), 2, 77, 4)
+    matched = [("asked", 4), ("settled", [2], 4, None)]
+    assert policy.told == [*matched, ("asked", 1), ("settled", [2], 4, 77)]
+
+
+def test_neighbours_of_one_history_become_one_run() -> None:
+    policy = Alike()
+    tree = RadixTree(4, policy)
+    put(tree, "abcdef", 1, 2, 3, 4, 5, 6)
+    put(tree, "abcdxy", 1, 2, 3, 4, 7, 8)
+    tree.match(path("ab"), 2)
+    tree.check()
+    assert [slots for _, slots, _ in runs_of(tree)] == [[1, 2], [3, 4], [5, 6], [7, 8]]
+    assert tree.match(path("abcd"), 3) == 4  # ab was used three times by now, cd twice
+    assert len(runs_of(tree)) == 4
+    next(n for n in tree.nodes() if n.depth == 2).uses = 4
+    assert tree.match(path("abcd"), 4) == 4  # four and five: still not
+    next(n for n in tree.nodes() if n.depth == 2).uses = 4
+    assert tree.match(path("abcdzz"), 5) == 4
+    tree.check()
+    assert runs_of(tree) == [(0, [1, 2, 3, 4], 0), (4, [5, 6], 0), (4, [7, 8], 0)]
+    for word, slots in (("abcdef", [1, 2, 3, 4, 5, 6]), ("abcdxy", [1, 2, 3, 4, 7, 8])):
+        found = tree.locate(path(word), 6)
+        assert found.slot.tolist() == slots
+        assert found.checksum.tolist() == [slot + 1000 for slot in slots]
+        assert found.generation.tolist() == [slot + 2000 for slot in slots]
+    assert sorted(evict_all(tree)) == [1, 2, 3, 4, 5, 6, 7, 8]
+
+
+def test_a_join_keeps_gaps_and_the_place_among_the_leaves() -> None:
+    tree = RadixTree(4, Alike())
+    put(tree, "abcd", None, 2, None, 4)
+    put(tree, "abxx", None, 2, 5, 6)
+    tree.drop(path("abxx"), 3, 2006)
+    tree.drop(path("abxx"), 2, 2005)
+    tree.check()
+    assert runs_of(tree) == [(0, [NO_SLOT, 2], 1), (2, [NO_SLOT, 4], 1)]
+    assert tree.match(path("ab"), 3, 1) == 1
+    put(tree, "abc", 1, None, 3, now=4)
+    tree.settle(path("abcd"), 4, None, 5)
+    tree.check()
+    assert [len(node) for node in tree.nodes()] == [2, 2]  # used once and twice
+    next(tree.nodes()).uses = 1
+    tree.settle(path("abcd"), 4, None, 6)
+    tree.check()
+    assert runs_of(tree) == [(0, [1, 2, 3, 4], 0)]
+    assert evict_all(tree) == [4, 3, 2, 1]
+
+
+def test_each_run_that_leaves_the_tree_is_told_of_once() -> None:
+    policy = Alike()
+    tree = RadixTree(4, policy)
+    put(tree, "abcd", None, None, 3, 4)
+    put(tree, "abxy", None, None, 5, 6)
+    policy.told.clear()
+    evict_all(tree)
+    assert policy.told == [("removed", 2), ("removed", 2), ("removed", 0)]
+
+
+def test_what_was_not_kept_leaves_a_shadow() -> None:
+    policy = Alike()
+    policy.shadows = Shadows(10)
+    tree = RadixTree(4, policy)
+    put(tree, "ab", 1, 2)
+    tree.settle(path("abcd"), 2, 5, 7)
+    tree.check()
+    assert tree.page_count == 2 and policy.told[-1] == ("settled", [2, 2], 4, 5)
+    assert policy.shadows.page_count == 2
+    tree.settle(path("abcd"), 2, 5, 9)  # and again: it would have been used twice
+    ((pages, shadow),) = policy.shadows.recall(path("cd"), 4)
+    assert pages == 2 and shadow is not None and (shadow.uses, shadow.last_use) == (2, 9)

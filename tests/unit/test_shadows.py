@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from tutti_core.index.pages import NamespacePages
 from tutti_core.index.radix import Locations, Node
 from tutti_core.policies.lru_k import Lru2
-from tutti_core.policies.shadows import Shadow, Shadows
+from tutti_core.policies.shadows import RUN_PAGES, Shadow, Shadows
 
 WIDTH = 8
 QUEUE = 7
@@ -216,7 +216,7 @@ class ShadowModel(RuleBasedStateMachine):
         self.shadows.remember(run, above, WIDTH, QUEUE, 1)
         self.made.pop(word[: first + 1], None)
         self.made[word[: first + 1]] = (word, uses)
-        while sum(map(self.pages_of, self.made)) > 40:
+        while sum(map(self.pages_of, self.made)) > 40 or len(self.made) > 40 / RUN_PAGES:
             del self.made[next(iter(self.made))]
 
     @rule(word=st.text("abc", min_size=1, max_size=9), first=st.integers(0, 8), take=st.booleans())
@@ -245,7 +245,7 @@ class ShadowModel(RuleBasedStateMachine):
     def sound(self) -> None:
         assert len(self.shadows) == len(self.made)
         assert self.shadows.page_count == sum(map(self.pages_of, self.made))
-        assert self.shadows.page_count <= 40
+        assert self.shadows.page_count <= 40 and len(self.shadows) <= 40 / RUN_PAGES
 
 
 TestShadowModel = ShadowModel.TestCase

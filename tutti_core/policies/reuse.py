@@ -60,7 +60,7 @@ GUARD_SHARE = 0.01
 GUARD_WINDOW = 8.0
 """Memory of the guard, in pages asked for over the capacity."""
 LRU_STEPS = 64
-"""What LRU would hold is computed anew so many times while `capacity` pages are asked for."""
+"""What LRU would hold is computed anew so many times while as many pages are asked for."""
 
 
 class Reuse(Policy):
@@ -108,8 +108,9 @@ class Reuse(Policy):
             self._learn(now / _NS_PER_MS)
         self._lru_due_pages -= pages
         if self._lru_due_pages < 0:
-            self._lru_due_pages = self.capacity_pages / LRU_STEPS
-            self._lru_since_ms, self._lru_part_pages = self._lru_since()
+            room = self._room_pages()
+            self._lru_due_pages = room / LRU_STEPS
+            self._lru_since_ms, self._lru_part_pages = self._lru_since(room)
 
     def admitted(self, run: Node, pages: int, now: int) -> None:
         """See Policy."""
@@ -270,8 +271,13 @@ class Reuse(Policy):
         self._seen[rows] = bucket
         self._rates.refresh()
 
-    def _lru_since(self) -> tuple[float, int]:
-        """The time since which `capacity` pages were used; leaf-first LRU evicted what is older.
+    def _room_pages(self) -> int:
+        """What LRU would have room for: as much as is held here; other trees may have the rest."""
+        assert self.shadows is not None
+        return min(self.capacity_pages, int(self._pages.sum()) - self.shadows.page_count)
+
+    def _lru_since(self, room: int) -> tuple[float, int]:
+        """The time since which `room` pages were used; leaf-first LRU evicted what is older.
 
         And how many pages it holds of what was used at that very time.
         Of many rows some are drawn by lot, to stand for all.
@@ -281,12 +287,12 @@ class Reuse(Policy):
             drawn = self._lots.integers(0, size, ROWS_LEARNT_MAX)
             used_ms, pages = used_ms[drawn], pages[drawn] * (size / ROWS_LEARNT_MAX)
         order = np.argsort(-used_ms)
-        over = np.flatnonzero(np.cumsum(pages[order]) > self.capacity_pages)
+        over = np.flatnonzero(np.cumsum(pages[order]) > room)
         if not len(over):
             return -math.inf, 0
         since_ms = used_ms[order[over[0]]]
         newer = pages[used_ms > since_ms].sum()
-        return float(since_ms), max(int(self.capacity_pages - newer), 0)
+        return float(since_ms), max(int(room - newer), 0)
 
     @property
     def guarded(self) -> bool:
@@ -435,7 +441,7 @@ def _newness(request_pages: int, new_pages: int) -> int:
 def _lived(age_ms: F64) -> npt.NDArray[np.int64]:
     """How many buckets runs of these ages have lived through; the last one by reaching it."""
     bucket = buckets_of(age_ms)
-    return bucket + (bucket == BUCKETS - 1)
+    return np.where(bucket == BUCKETS - 1, BUCKETS, bucket)
 
 
 def _bucket(age_ms: float) -> int:

@@ -1,6 +1,6 @@
 """Shadows of evicted runs: what was known of their use, should they come back.
 
-Pure. Bounded in pages; the shadow that was made first is forgotten first. A shadow is found by the
+Pure. Bounded in pages, and in number; the shadow that was made first is forgotten first. A shadow is found by the
 key of its first page, which names the whole prefix before it; of the others four bytes are kept, to
 see how far the run that comes back is the same. (A wrong answer, one in four billion, costs a wrong
 guess of a policy.)
@@ -17,6 +17,9 @@ import numpy as np
 
 if TYPE_CHECKING:
     from tutti_core.index.radix import Node
+
+RUN_PAGES = 4
+"""There is at most one shadow for so many pages of the bound: each costs some hundred bytes."""
 
 _DIGEST_BYTES = 4
 
@@ -70,7 +73,7 @@ class Shadows:
             now,
         )
         self.page_count += len(run) - first
-        while self.page_count > self.pages_max:
+        while self.page_count > self.pages_max or len(self._runs) > self.pages_max / RUN_PAGES:
             self._drop(self._runs.popitem(last=False)[1], now)
 
     def _drop(self, shadow: Shadow | None, now: int) -> None:
