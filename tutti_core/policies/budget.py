@@ -11,7 +11,7 @@ written day after day. A bucket starts empty, so the invariant holds across any 
 from __future__ import annotations
 
 DAY_NS = 86_400 * 1_000_000_000
-_BURSTS_PER_DAY = 24
+BURSTS_PER_DAY = 24
 
 
 class WriteBudget:
@@ -22,7 +22,7 @@ class WriteBudget:
 
     def __init__(self, bytes_per_day: int | None) -> None:
         self.bytes_per_day = bytes_per_day or None
-        self.burst_bytes = (bytes_per_day or 0) // _BURSTS_PER_DAY
+        self.burst_bytes = (bytes_per_day or 0) // BURSTS_PER_DAY
         """Most that is ever granted at once. A unit larger than this is never granted."""
         self._level = 0  # bytes times DAY_NS, so that filling needs no rounding
         self._filled_to: int | None = None
@@ -36,6 +36,13 @@ class WriteBudget:
         granted -= granted % unit_bytes
         self._level -= granted * DAY_NS
         return granted
+
+    def give_back(self, unused_bytes: int) -> None:
+        """Bytes that were granted a moment ago were not written after all.
+
+        The level is never above that of a bucket which had not granted them.
+        """
+        self._level = min(self._level + unused_bytes * DAY_NS, self.burst_bytes * DAY_NS)
 
     def _fill(self, bytes_per_day: int, now: int) -> None:
         if self._filled_to is None:

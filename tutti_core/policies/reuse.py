@@ -11,9 +11,9 @@ The last page of a request is a class of its own: the next turn often diverges t
 Shadows of evicted runs, four times the capacity (bookkeeping only), tell what would have been used
 had it stayed; without them only what was kept could be learnt about.
 
-Guard. From the ages at which runs are used, those that leaf-first LRU would have had are known: it
-holds what was used within the time in which `capacity` different pages are used. While the policy
-has had fewer hits than that, by more than a hundredth of what was asked for, it evicts as LRU does.
+Guard. When a run is used it is known whether leaf-first LRU would have had it: LRU holds what was
+used since as many different pages were used as there is room for. While the policy has had fewer
+hits than that, by more than half a percent of what was asked for, it evicts as LRU does.
 
 Nothing is set to fit a trace; docs/policies.md has where each constant comes from, and what failed.
 """
@@ -56,7 +56,7 @@ RENEWAL_MS = 1000.0
 """A run that is loaded or saved below is as young as if it was used, but tells nothing; what comes
 within this time of its use belongs to the same request."""
 
-GUARD_SHARE = 0.01
+GUARD_SHARE = 0.005
 GUARD_WINDOW = 8.0
 """Memory of the guard, in pages asked for over the capacity."""
 LRU_STEPS = 64

@@ -1,9 +1,9 @@
 """Shadows of evicted runs: what was known of their use, should they come back.
 
-Pure. Bounded in pages, and in number; the shadow that was made first is forgotten first. A shadow is found by the
-key of its first page, which names the whole prefix before it; of the others four bytes are kept, to
-see how far the run that comes back is the same. (A wrong answer, one in four billion, costs a wrong
-guess of a policy.)
+Pure. Bounded in pages, and in number; the shadow that was made first is forgotten first. A shadow
+is found by the key of its first page, which names the whole prefix before it; of the others four
+bytes are kept, to see how far the run that comes back is the same. (A wrong answer, one in four
+billion, costs a wrong guess of a policy.)
 """
 
 from __future__ import annotations
