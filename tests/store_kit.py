@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import os
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -94,12 +95,15 @@ class Client:
         self.size = pages.namespace.page_bytes
         self.name = pages.namespace.digest()
 
-    def save(self, keys: PageKeys, first: int = 0, seed: int = 0) -> list[bool]:
+    def save(
+        self, keys: PageKeys, first: int = 0, seed: int = 0, *, output_tokens: Any = None
+    ) -> list[bool]:
         """Save pages that know their name, and wait; one bool a page."""
         payloads = [page_bytes(seed, key, self.size) for key in list(keys)[first:]]
         for key, payload in zip(list(keys)[first:], payloads, strict=True):
             self.oracle.save(self.name, key, payload)
-        return finish(self.pages.save(keys, b"".join(payloads), first)).tolist()
+        ticket = self.pages.save(keys, b"".join(payloads), first, output_tokens=output_tokens)
+        return finish(ticket).tolist()
 
     def load(self, keys: PageKeys, first: int = 0) -> list[bool]:
         """Load pages, check each byte, and return which were hits."""
@@ -156,6 +160,7 @@ def check_space(store: PrefixStore) -> None:
     settle(store)
     manager = store._manager
     store._sweep()
+    owned: Counter[bytes] = Counter()
     with manager.lock:
         manager.space.collect()
         manager.space.check()
@@ -167,6 +172,9 @@ def check_space(store: PrefixStore) -> None:
         assert found.all(), "a slot entry without a record"
         for slot, record in zip(used, records, strict=True):
             assert (int(record["segment"]), int(record["slot"])) == (number, slot)
+            if piece.generation[slot] == record["generation"]:  # else retired, to be removed soon
+                owned[record["namespace"].tobytes()] += 1
+    assert +manager._owned == owned, "pages of namespaces are counted wrong"
     for entry in manager._entries.values():
         entry.pages.tree.check()
 

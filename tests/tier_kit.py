@@ -72,14 +72,15 @@ def in_memory(store: PrefixStore, digest: bytes) -> dict[bytes, set[str]]:
     return found
 
 
-def on_devices(store: PrefixStore, digest: bytes) -> set[bytes]:
-    """Page keys of a namespace that the catalog has."""
+def on_devices(store: PrefixStore, digest: bytes, *, living: bool = False) -> set[bytes]:
+    """Page keys of a namespace in the catalog; `living`: without what the next save removes."""
     width = store._manager._entries[digest].key_bytes
+    going = {generation for _, _, generation in store._manager._expired} if living else ()
     return {
         record["page_key"].tobytes()[:width]
         for _, records, _ in store._catalog.scan_records(1000)
         for record in records
-        if record["namespace"].tobytes() == digest
+        if record["namespace"].tobytes() == digest and int(record["generation"]) not in going
     }
 
 
@@ -142,7 +143,7 @@ def _check_tiers(store: PrefixStore, faults: bool) -> None:
     if faults:
         return
     for digest in list(store._manager._entries):
-        below, above = on_devices(store, digest), in_memory(store, digest)
+        below, above = on_devices(store, digest, living=True), in_memory(store, digest)
         if store.config.dram_mode == "exclusive":
             both = {key for key in below if "dram" in above.get(key, ())}
             assert not both, "a page stands in both tiers of an exclusive store"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import logging
+import operator
 import os
 import threading
 import time
@@ -103,7 +104,8 @@ class StoreStats:
     transport           what moves the bytes, and why not something faster.
     counters            since opening: saved_pages, loaded_pages, missed_pages, known_pages (saves
                         of pages that were stored already), evicted_pages, checksum_errors,
-                        read_errors, write_errors, pages_refused_full, pages_refused_busy, ….
+                        read_errors, write_errors, pages_refused_full, pages_refused_worth,
+                        pages_refused_busy, pages_not_admitted, pages_over_budget, expired_pages, ….
     """
 
     pages: int
@@ -181,14 +183,19 @@ class NamespaceStore:
         Parameters
             memory: where the pages are: anything `geometry.as_memory` takes, page after page (or
                 at the page-sized places that `slots` names), or PageFragments with one row a page.
+            output_tokens: how many tokens the engine generated for this request, if it knows; the
+                policy learns from it.
         Pages that are stored already cost nothing. The memory must not change until the ticket is
-        done. A page for which there is no room, or whose write fails, reports False.
+        done. A page for which there is no room, that is worth less than what would have to go for
+        it, that the admission or the write budget refuses, or whose write fails, reports False.
 
         Raises
-            ValueError: the memory does not hold the pages.
+            ValueError: the memory does not hold the pages; `output_tokens` is not a count.
             StoreClosedError: after `close`.
         """
         keys = self._chain(tokens, first)
+        if output_tokens is not None:
+            output_tokens = _count_of(output_tokens, "output_tokens")
         count = len(keys) - first
         fragments = self._fragments(memory, count, slots)
         return self._store._save(self._entry, keys, first, fragments, output_tokens)
@@ -242,7 +249,8 @@ class NamespaceStore:
             share: part of the drives' capacity, 0 to 1, that pages of other namespaces cannot take
                 from it. It may use more while others leave it.
             ttl_s: pages whose chain was not used for so long count as gone; their room is reclaimed
-                with the next save.
+                with the next saves. Those that are asked for without their chain are found until
+                then, and so are those that other processes saved.
         Raises
             ConfigError: an impossible limit, or the shares add up to more than 1.
         """
@@ -436,8 +444,8 @@ class PrefixStore:
         Parameters
             namespace: a Namespace, or its fields one by one.
         Raises
-            ConfigError: a field is unknown or impossible, or a page is larger than a segment, or
-                than an eighth of a memory tier.
+            ConfigError: a field is unknown or impossible, or a page is larger than a segment, than
+                an eighth of a memory tier, or than an hour's part of the write budget.
         """
         self._check_open()
         if namespace is None:
@@ -635,6 +643,17 @@ class PrefixStore:
 
     def _note_internal_error(self) -> None:
         self._manager.count("internal_errors", 1)
+
+
+def _count_of(value: Any, name: str) -> int:
+    """An integer of whatever kind that is not negative, as an int."""
+    try:
+        count = operator.index(value)
+    except TypeError:
+        raise ValueError(f"{name} = {value!r} is not an integer") from None
+    if isinstance(value, bool) or count < 0:
+        raise ValueError(f"{name} = {value!r} is not a count")
+    return count
 
 
 def _memory_tiers(

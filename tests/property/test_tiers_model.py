@@ -10,6 +10,7 @@ and threads do not oblige.)
 from __future__ import annotations
 
 import random
+import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -53,6 +54,8 @@ class History:
         self.names: list[dict[bytes, str]] = [{} for _ in SPACES]
         self.unsure: set[tuple[int, str]] = set()
         self.pinned: list[tuple[int, PageKeys, int]] = []
+        self.short_lived: set[int] = set()  # namespaces with a TTL
+        self.ahead_ns = 0
         self.faults = 0
         self.moved: Counter[str] = Counter()
         self.open()
@@ -87,16 +90,20 @@ class History:
     def save(self) -> None:
         space, keys, first, word = self.draw()
         rooted, seed = keys.rooted, self.rng.randrange(1 << 20)
-        before = self.present(space)
-        stored = self.clients[space].save(keys, first, seed)
+        before, refused = self.present(space), self.count("pages_refused_worth")
+        output_tokens = self.rng.choice((None, 0, 5, 300))
+        stored = self.clients[space].save(keys, first, seed, output_tokens=output_tokens)
+        refused = self.count("pages_refused_worth") - refused
         for i, good in enumerate(stored, first):
             name = word[: i + 1]
-            if not good and not self.faults:
+            if not good and not self.faults and space not in self.short_lived:
                 assert name not in before, f"{name}, which was stored, is reported as not stored"
             if name not in before and (not rooted or (i and word[:i] not in before and i == first)):
                 self.unsure.add((space, name))
+        if space in self.short_lived:  # what was before `first` may have been too old
+            self.unsure_orphans(space)
         self.rest()
-        if rooted and first == 0 and not self.faults and not self.pinned:
+        if rooted and first == 0 and not self.faults and not self.pinned and not refused:
             assert stored[0], "a first page was not stored in a store without pins"
 
     def load(self) -> None:
@@ -111,6 +118,12 @@ class History:
             assert hit == len(contained) or not contained[hit]
             assert loaded == contained, "a page that was promised did not load"
         self.rest()
+
+    def unsure_orphans(self, space: int) -> None:
+        """Pages of a namespace without their parent may be so from now on."""
+        present = self.present(space)
+        orphans = {name for name in present if len(name) > 1 and name[:-1] not in present}
+        self.unsure.update((space, name) for name in orphans)
 
     def burst(self) -> None:
         """Saves and loads that run at the same time."""
@@ -155,7 +168,7 @@ class History:
         if not self.pinned:
             return
         space, keys, count = self.pinned.pop()
-        if not self.faults:
+        if not self.faults and space not in self.short_lived:
             assert self.clients[space].match(keys) >= count, "a pinned page was evicted"
         self.clients[space].pages.unpin(keys, count)
         self.rest()
@@ -170,6 +183,34 @@ class History:
         self.oracle.forget(self.clients[space].name)
         assert not self.present(space)
         self.unsure = {(s, n) for s, n in self.unsure if s != space}
+        self.rest()
+
+    def limit(self) -> None:
+        """Give a namespace a TTL, or take it away."""
+        space, ttl_s = self.rng.randrange(len(SPACES)), self.rng.choice((None, 100.0))
+        self.clients[space].pages.limit(ttl_s=ttl_s)
+        (self.short_lived.discard if ttl_s is None else self.short_lived.add)(space)
+        if ttl_s is not None:  # without one, pages are as if new where they are written down
+            self.unsure.update((space, name) for name in self.present(space))
+
+    def wait(self) -> None:
+        """Let time pass: what was unused for long is a miss then, in every tier."""
+        space, keys, first, _ = self.draw()
+        pages = self.clients[space]
+        self.ahead_ns += int(99e9)
+        if keys.rooted and not self.faults:
+            hit = pages.match(keys)
+            quiesce(self.store)
+            self.ahead_ns += int(99e9)
+            assert pages.match(keys) >= hit, "a page that is used has gone"
+        if space in self.short_lived:
+            quiesce(self.store)
+            self.ahead_ns += int(101e9)
+            if keys.rooted:
+                assert pages.match(keys) == 0 and not any(pages.contains(keys, first))
+                assert not any(pages.load(keys, first)), "a page has outlived its time"
+            # Each tier drops in its own time what is too old.
+            self.unsure.update((space, name) for name in self.present(space))
         self.rest()
 
     def flush(self) -> None:
@@ -208,12 +249,13 @@ class History:
         self.open()
         for space in range(len(SPACES)):
             present = self.present(space)
-            if not power and not self.faults:
+            if not power and not self.faults and space not in self.short_lived:
                 lost = before[space] - present
                 assert not lost or evicted, f"closing has lost {lost}"
             for name in present:  # ancestors may have been in memory only
                 if not all(name[: i + 1] in present for i in range(len(name))):
                     self.unsure.add((space, name))
+        self.short_lived = set()
         self.rest()
 
     def lasting(self, space: int) -> set[str]:
@@ -245,8 +287,11 @@ STEPS = 150
 def play(rng: random.Random, folder: Path, **fields: Any) -> History:
     """Run one history to its end."""
     history = History(rng, folder, **fields)
+    real = time.monotonic_ns
+    time.monotonic_ns = lambda: real() + history.ahead_ns  # type: ignore[assignment]
     often: list[Callable[[], None]] = [history.save, history.load, history.burst] * 4
     seldom = [history.pin, history.unpin, history.unpin, history.flush, history.fault]
+    seldom += [history.limit, history.wait]
     try:
         for _ in range(STEPS):
             roll = rng.random()
@@ -259,6 +304,7 @@ def play(rng: random.Random, folder: Path, **fields: Any) -> History:
         history.reopen()
     finally:
         history.store.close()
+        time.monotonic_ns = real
     assert history.oracle.hits > 20 and history.oracle.misses > 20
     return history
 

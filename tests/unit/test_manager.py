@@ -29,6 +29,7 @@ from tutti_core.index.radix import Locations
 from tutti_core.testing import Fault
 from tutti_core.tiers import manager as manager_module
 from tutti_core.tiers import segments as segments_module
+from tutti_core.tiers.manager import Entry
 
 SLOTS = 16  # pages in a small store of two segments
 
@@ -95,8 +96,8 @@ class TestEviction:
         manager._entries[pages.name].pages.insert(foreign.data, 0, True, where, 0)
         choose, pause = manager._choose_victim, manager_module.time.sleep
 
-        def counted(wanting, pages_max: int, others_max: int):
-            choice = choose(wanting, pages_max, others_max)
+        def counted(room, pages_max: int, others_max: int):
+            choice = choose(room, pages_max, others_max)
             looked_at[-1] += choice[1].span if choice else 0
             return choice
 
@@ -250,9 +251,9 @@ class TestClear:
         pages.save(run("a", 8))
         remove = store._manager.remove_dropped
 
-        def look_up_first(dropped: list[tuple[bytes, int, int]]) -> None:
+        def look_up_first(entry: Entry, dropped: list[tuple[bytes, int, int]]) -> None:
             assert pages.match(run("a", 8)) == 8  # from the catalog: the tree is empty already
-            remove(dropped)
+            remove(entry, dropped)
 
         monkeypatch.setattr(store._manager, "remove_dropped", look_up_first)
         pages.pages.clear()

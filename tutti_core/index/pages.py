@@ -6,7 +6,6 @@ Pure, like the tree. A page stands in exactly one place: in the tree under its c
 
 from __future__ import annotations
 
-import math
 from collections import OrderedDict
 from dataclasses import dataclass, replace
 
@@ -182,14 +181,14 @@ class NamespacePages:
         loose = self._oldest_loose()
         policy = self.tree.policy
         while (leaf := self.tree.victim(now)) is not None:
-            span = min(pages_max, len(leaf) - self._kept_pages(leaf, pages_max))
+            span = min(pages_max, len(leaf) - self.kept_pages(leaf, pages_max))
             if span <= 0:
                 self.tree.park(leaf)
                 continue
             value = policy.value(leaf, now)
             if loose is not None and loose.last_use <= leaf.last_use:
                 return replace(loose, value=value)
-            return self._tail(leaf, min(span, policy.span(leaf)), value)
+            return self.tail(leaf, min(span, policy.span(leaf)), value)
         if loose is None:
             return None
         return replace(loose, value=policy.loose_value(loose.last_use, now))
@@ -213,14 +212,6 @@ class NamespacePages:
         """A request of this rooted chain was saved, its first `kept` pages; see the tree."""
         self.tree.settle(keys, kept, output_tokens, now)
 
-    def unused_since(self, used_since: int) -> list[Victim]:
-        """Leaves that were used last before that, as victims; those above them come up next."""
-        if used_since <= self.opened:
-            return []
-        old = [leaf for leaf in self.tree.policy.listed() if leaf.last_use < used_since]
-        spans = [(leaf, len(leaf) - self._kept_pages(leaf, len(leaf))) for leaf in old]
-        return [self._tail(leaf, span, -math.inf) for leaf, span in spans if span > 0]
-
     def forget(self, victim: Victim, now: int) -> None:
         """Remove what `victim` returned; no other change may have come between."""
         if victim.leaf is None:
@@ -228,7 +219,8 @@ class NamespacePages:
         else:
             self.tree.cut_tail(victim.leaf, victim.span, now)
 
-    def _tail(self, leaf: Node, span: int, value: float) -> Victim:
+    def tail(self, leaf: Node, span: int, value: float) -> Victim:
+        """The last `span` pages of a leaf as a victim of this value."""
         low, width = len(leaf) - span, self.tree.width
         slot = np.frombuffer(leaf.slots, dtype=np.uint64)[low:].copy()
         generation = np.frombuffer(leaf.generations, dtype=np.uint64)[low:].copy()
@@ -240,7 +232,7 @@ class NamespacePages:
             keys = rows[stored].tobytes()
         return Victim(keys, slot, generation, leaf.last_use, leaf, span, value)
 
-    def _kept_pages(self, leaf: Node, count: int) -> int:
+    def kept_pages(self, leaf: Node, count: int) -> int:
         """How many pages of `leaf` must stay because of a guard or a pin before its last `count`.
 
         Pins further to the front are not looked for.

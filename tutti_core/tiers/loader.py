@@ -352,5 +352,5 @@ class Loader:
             for i in np.flatnonzero(recorded).tolist()
         ]
         if dropped:
-            self.saver.enqueue(DropJob(dropped))
+            self.saver.enqueue(DropJob(entry, dropped))
             logger.warning("%d pages could not be read back and were dropped", len(dropped))

@@ -43,9 +43,10 @@ from tutti_core.index.restore import build_pages
 from tutti_core.io.transport import BLOCK_BYTES
 from tutti_core.keys import Namespace
 from tutti_core.policies.admission import Admission, Always
+from tutti_core.policies.budget import BURSTS_PER_DAY
 from tutti_core.policies.choice import make_policy
 from tutti_core.tiers.lease import Lease
-from tutti_core.tiers.limits import Limits, Rules
+from tutti_core.tiers.limits import Limits, Rules, expired, expired_loose
 from tutti_core.tiers.pools import Layout
 from tutti_core.tiers.segments import Segments
 from tutti_core.tiers.space import Space
@@ -68,6 +69,9 @@ records does not offer them again. Generations are never used twice."""
 
 _RESTORE_CHUNK = 8192
 _EXPIRY_STEPS = 8  # times a TTL that what is past it is looked for
+
+EXPIRED_PAGES_MAX = 4096
+"""Pages past their TTL that one save removes; the next one goes on."""
 
 
 @dataclass(slots=True)
@@ -100,6 +104,12 @@ class _Room:
     sweep: Callable[[], None]
     deadline_s: float
     worth: float = math.inf
+    guaranteed: bool = False
+    """The pages are within the share of `entry`: others make room first, whatever that costs."""
+    refused: bool = False
+    """All that could still go is worth more."""
+    offers: dict[bytes, Victim | None] = field(default_factory=dict)
+    """By namespace, what could go next; while the lock is held."""
 
 
 class Manager:
@@ -135,9 +145,13 @@ class Manager:
         self.capacity_bytes = owned_max * layout.segment_bytes
         self._budget = self.rules.make_budget()
         self._clock = catalog.sequence() + 1  # newer than every restored page
+        self._records_before = catalog.sequence()  # generations up to here
         self._opened = self._tick()
         self._condemned: dict[int, None] = {}  # generations of unreadable pages, latest last
         self._unremoved: list[tuple[bytes, int, int]] = []  # retired, but the catalog said no
+        self._owned: Counter[bytes] = Counter()
+        """By namespace, pages in segments of this process that were scanned so far."""
+        self._expired: list[tuple[bytes, int, int]] = []  # retired at a look-up, likewise
         self._stopping = False
 
     def count(self, name: str, amount: int) -> None:
@@ -147,8 +161,20 @@ class Manager:
 
     # ---- namespaces ----
     def entry(self, namespace: Namespace) -> Entry:
-        """The in-memory side of a namespace, registered in the catalog."""
+        """The in-memory side of a namespace, registered in the catalog.
+
+        Raises
+            ConfigError: a page is more than the write budget ever grants.
+        """
         digest = namespace.digest()
+        slot_bytes = -(-namespace.page_bytes // BLOCK_BYTES) * BLOCK_BYTES
+        budget = self._budget
+        if budget.bytes_per_day is not None and slot_bytes > budget.burst_bytes:
+            raise ConfigError(
+                f"write_budget = {budget.bytes_per_day} bytes never lets a page of "
+                f"{namespace.page_bytes} bytes be written",
+                hint=f"use at least {BURSTS_PER_DAY * slot_bytes}, or none",
+            )
         self.catalog.register_namespace(digest, namespace.canonical())
         with self.lock:
             return self._entry(digest, namespace.page_bytes, namespace.key_bytes)
@@ -180,13 +206,8 @@ class Manager:
         Raises
             ConfigError: an impossible limit, or the shares add up to more than all.
         """
-        limits.check()
         with self.lock:
-            others = sum(e.limits.share for e in self._entries.values() if e is not entry)
-            if others + limits.share > 1.0:
-                raise ConfigError(
-                    f"share = {limits.share}: other namespaces have {others:g} already"
-                )
+            limits.check(sum(e.limits.share for e in self._entries.values() if e is not entry))
             entry.limits = limits
 
     def _tick(self) -> int:
@@ -220,10 +241,12 @@ class Manager:
 
     def locate(self, entry: Entry, keys: bytes, first: int, rooted: bool) -> Locations:
         """Return the locations of pages `first` .. end of the chain."""
+        count = len(keys) // entry.key_bytes
         with self.lock:
-            shown = self._shown_count(entry, keys) if rooted else len(keys) // entry.key_bytes
-            hidden = len(keys) // entry.key_bytes - max(shown, first)
-            keys = keys[: max(shown, first) * entry.key_bytes]
+            shown = self._shown_count(entry, keys) if rooted else self._shown_loose(entry, count)
+            if shown <= first:  # without a look at what is before it, which would renew that
+                return Locations.absent(count - first)
+            hidden, keys = count - shown, keys[: shown * entry.key_bytes]
             found = self._locate(entry, keys, first, rooted)
         missing = np.flatnonzero(found.slot == NO_SLOT)
         if len(missing):
@@ -241,7 +264,20 @@ class Manager:
         ttl_ns = entry.limits.ttl_ns
         if ttl_ns is None:
             return len(keys) // entry.key_bytes
+        self._shown_loose(entry, 0)
         return entry.pages.fresh_count(keys, self._tick() - ttl_ns)
+
+    def _shown_loose(self, entry: Entry, count: int) -> int:
+        """`count`, once pages without a known chain that are past the TTL are out of the index.
+
+        Those of the tree that are asked for by key alone are found until they are reclaimed.
+        """
+        ttl_ns = entry.limits.ttl_ns
+        if ttl_ns is not None and entry.pages.loose and self._segments.scanned:
+            since = self._tick() - ttl_ns
+            while (victim := expired_loose(entry.pages, since)) is not None:
+                self._expired += self._retire(entry, victim)
+        return count
 
     def _locate(self, entry: Entry, keys: bytes, first: int, rooted: bool) -> Locations:
         found = entry.pages.locate(keys, first, rooted, self._tick())
@@ -265,6 +301,10 @@ class Manager:
         found, records = self.catalog.lookup(entry.record_keys(part))
         found &= _same_pages(records, entry, part)
         found &= records["segment"] < self.layout.segment_count  # else: grown by another process
+        ttl_ns = entry.limits.ttl_ns
+        if rooted and ttl_ns is not None and time.monotonic_ns() - ttl_ns > self._opened:
+            # What was there at opening, and was not found in the tree, was not used since.
+            found &= records["generation"] > self._records_before
         where = _locations(records)
         where.slot[~found] = NO_SLOT
         if found.any():
@@ -365,21 +405,22 @@ class Manager:
     def reserve(
         self,
         entry: Entry,
-        chain: bytes,
-        count: int,
+        keys: bytes,
+        rooted: bool,
+        index: npt.NDArray[np.intp],
         sweep: Callable[[], None],
         wait_s: float,
         *,
         choosy: bool = True,
         output_tokens: int | None = None,
     ) -> U64:
-        """Reserve slots for `count` pages, evicting where needed.
+        """Reserve slots for the pages at `index` of a chain, evicting where needed.
 
-        Fewer when they are not admitted, when nothing can go, or nothing that is worth less.
+        Fewer, for a front part of them, when they are not admitted, when nothing can go, or nothing
+        that is worth less. The pages of a rooted chain are not evicted for each other.
 
         Parameters
-            chain: packed keys of a rooted chain that ends with the pages; its pages are not evicted
-                for them. b"" where the chain is not known.
+            index: rising; what is between them is stored.
             choosy: leave pages out that the admission refuses or that are worth too little; not for
                 pages that leave memory. The write budget holds for all.
             output_tokens: see Policy.settled.
@@ -387,22 +428,46 @@ class Manager:
             wait_s: bound on waiting for loads in flight.
         """
         taken: list[U64] = []
-        room = _Room(entry, chain, sweep, time.monotonic() + wait_s)
-        wanted = self._admitted_count(entry, chain if choosy else b"", count)
+        room = _Room(entry, keys if rooted else b"", sweep, time.monotonic() + wait_s)
+        fresh = packed_rows(keys, entry.key_bytes)[index].tobytes()
+        wanted = self._admitted_count(entry, fresh) if choosy else len(index)
+        wanted = self._affordable_count(entry, wanted)
         try:
             self._segments.open_pools(entry.slot_bytes)
             self._expire()
-            parts = self._worth(entry, chain if choosy else b"", wanted, count, output_tokens)
+            parts = [(wanted, math.inf)]
+            if choosy and rooted and wanted:
+                with self.lock:
+                    parts = entry.pages.worth(
+                        fresh[: wanted * entry.key_bytes],
+                        0,
+                        len(keys) // entry.key_bytes,
+                        output_tokens,
+                    )
             for pages, room.worth in parts:
                 if not self._reserve_part(room, pages, taken):
                     break
         except (StoreFullError, DeviceError) as error:
             self._note_catalog_error(error)
+        short = wanted - sum(map(len, taken))
+        if short:
+            self._budget.give_back(short * entry.slot_bytes)
+            self.count("pages_refused_worth" if room.refused else "pages_refused_full", short)
         return np.concatenate(taken) if taken else np.empty(0, dtype=np.uint64)
 
     def _reserve_part(self, room: _Room, count: int, taken: list[U64]) -> bool:
         """Add slots for `count` pages to `taken`; False if that is not possible for all."""
+        within = self._share_pages(room.entry) - self._owned[room.entry.digest]
+        within = min(max(within - sum(map(len, taken)), 0), count)
+        room.guaranteed = within > 0
+        if 0 < within < count:
+            return self._reserve_part(room, within, taken) and self._reserve_part(
+                room, count - within, taken
+            )
+        room.refused = False
         self._make_room_in_catalog(room, count)
+        if room.refused:
+            return False
         while count:
             with self.lock:
                 slots = self.space.allocate(count, room.entry.slot_bytes)
@@ -412,37 +477,24 @@ class Manager:
                 return False
         return True
 
-    def _admitted_count(self, entry: Entry, chain: bytes, count: int) -> int:
-        """How many of the last `count` pages of a chain may be written; a front part of them."""
-        now = self._tick()
-        admitted = count
-        if chain:
-            with self.lock:
-                mask = entry.admission.admit(
-                    chain, entry.key_bytes, len(chain) // entry.key_bytes - count, now
-                )
-            admitted = int(np.count_nonzero(mask))
-        if admitted < count:
-            self.count("pages_not_admitted", count - admitted)
-        length = entry.page_bytes
-        granted = self._budget.take(admitted * length, now, length) // length
-        if granted < admitted:
-            self.count("pages_over_budget", admitted - granted)
-        return granted
-
-    def _worth(
-        self, entry: Entry, chain: bytes, wanted: int, count: int, output_tokens: int | None
-    ) -> list[tuple[int, float]]:
-        """The first `wanted` of the last `count` pages of a chain, in parts of one worth each."""
-        if not chain or wanted == 0:
-            return [(wanted, math.inf)]
-        total = len(chain) // entry.key_bytes
-        first = total - count
+    def _admitted_count(self, entry: Entry, fresh: bytes) -> int:
+        """How many of some new pages the admission lets pass; a front part of them."""
         with self.lock:
-            parts = entry.pages.worth(
-                chain[: (first + wanted) * entry.key_bytes], first, total, output_tokens
-            )
-        return parts
+            mask = entry.admission.admit(fresh, entry.key_bytes, 0, self._tick())
+        admitted = int(np.count_nonzero(mask))
+        if admitted < len(mask):
+            self.count("pages_not_admitted", len(mask) - admitted)
+        return admitted
+
+    def _affordable_count(self, entry: Entry, count: int) -> int:
+        """How many of `count` pages the budget lets be written; they are paid for."""
+        length = entry.slot_bytes
+        with self.lock:
+            now = self._tick()
+        granted = self._budget.take(count * length, now, length) // length
+        if granted < count:
+            self.count("pages_over_budget", count - granted)
+        return granted
 
     def settle(self, entry: Entry, chain: bytes, kept: int, output_tokens: int | None) -> None:
         """Tell the policy that a request was saved: the first `kept` pages of its chain."""
@@ -497,6 +549,8 @@ class Manager:
         scanned = self._segments.scan_one()
         if scanned is None:
             return False
+        with self.lock:
+            self._owned.update(scanned.namespaces)
         if len(scanned.adopted_records):
             self._learn(scanned.adopted_keys, scanned.adopted_records)
         return True
@@ -522,20 +576,43 @@ class Manager:
 
     def _expire(self) -> None:
         """Evict what is past its namespace's TTL, if that was not done of late."""
-        now = self._tick()
-        victims: list[tuple[bytes, int, int]] = []
+        limited: list[Entry] = []
+        if self.restored.is_set():
+            with self.lock:
+                limited = [e for e in self._entries.values() if e.limits.ttl_ns is not None]
+        while limited and self._scan_segment():  # else it would not be seen whose pages they are
+            pass
         with self.lock:
-            for entry in self._entries.values():
-                ttl_ns = entry.limits.ttl_ns
-                if ttl_ns is None or now < entry.expired_at + ttl_ns // _EXPIRY_STEPS:
-                    continue
-                entry.expired_at = now
-                while gone := entry.pages.unused_since(now - ttl_ns):
-                    for victim in gone:
-                        victims += self._retire(entry, victim)
+            now = self._tick()
+            victims, self._expired = self._expired, []
+        for entry in limited:
+            ttl_ns = entry.limits.ttl_ns
+            if ttl_ns is None or now < entry.expired_at + ttl_ns // _EXPIRY_STEPS:
+                continue
+            if not self._expire_pages(entry, now - ttl_ns, victims):
+                break
+            entry.expired_at = now
         if victims:
             self._remove_retired(victims)
             self.count("expired_pages", len(victims))
+
+    def _expire_pages(
+        self, entry: Entry, used_since: int, victims: list[tuple[bytes, int, int]]
+    ) -> bool:
+        """Retire what was not used since then; False if so much was that the rest has to wait."""
+        pages = entry.pages
+        old = expired(pages, used_since)
+        while len(victims) < EXPIRED_PAGES_MAX:
+            with self.lock:
+                looked_at = 0
+                while looked_at < EVICTION_STEP_PAGES:
+                    victim = next(old, None) if entry.pages is pages else None
+                    if victim is None:
+                        return True
+                    looked_at += victim.span
+                    victims += self._retire(entry, victim)
+            time.sleep(_EVICTION_PAUSE_S)
+        return False
 
     def _evict(self, room: _Room, count: int, slot_bytes: int | None) -> bool:
         """Evict `count` pages of one slot size (None: any), in the policy's order; False if none.
@@ -555,11 +632,13 @@ class Manager:
         while left and count > 0 and others > 0:
             with self.lock:
                 room.entry.pages.guard(room.chain)
+                room.offers.clear()
                 looked_at = 0
                 while count > 0 and others > 0 and looked_at < EVICTION_STEP_PAGES:
                     most = min(count, EVICTION_STEP_PAGES - looked_at)
-                    choice = self._choose_victim(room.entry, most, others)
-                    if choice is None or choice[1].value > room.worth:
+                    choice = self._choose_victim(room, most, others)
+                    if choice is None or self._is_worth_more(choice, room):
+                        room.refused = choice is not None
                         left = False
                         break
                     owner, victim = choice
@@ -588,6 +667,7 @@ class Manager:
         mine = np.flatnonzero(self.space.retire_held(victim.slot, victim.generation))
         if len(mine) == 0:
             return []
+        self._owned[owner.digest] -= len(mine)
         record_keys = owner.record_keys(victim.keys)
         slots, generations = victim.slot.tolist(), victim.generation.tolist()
         return [(record_key_at(record_keys, i), slots[i], generations[i]) for i in mine.tolist()]
@@ -605,58 +685,76 @@ class Manager:
             self.space.give_up(slots)
 
     def _choose_victim(
-        self, wanting: Entry, pages_max: int, others_max: int
+        self, room: _Room, pages_max: int, others_max: int
     ) -> tuple[Entry, Victim] | None:
-        """What goes next for a page of `wanting`: of what each policy offers, what is worth least.
+        """What goes next: of what each policy offers, what is worth least.
 
-        A namespace gives up for others only what it has beyond its share. Of pages of another size
-        at most `others_max` blocks go.
+        A namespace gives up for others only what it has beyond its share, and makes room for what
+        is within its own only where no other can. Of pages of another size at most `others_max`
+        blocks go.
         """
         best: tuple[Entry, Victim] | None = None
+        best_order: tuple[bool, float, float] | None = None
         now = self._tick()
         for entry in self._entries.values():
-            most = pages_max
-            if entry.slot_bytes != wanting.slot_bytes:
+            most, own = pages_max, entry is room.entry
+            if entry.slot_bytes != room.entry.slot_bytes:
                 most = min(most, max(others_max // (entry.slot_bytes // BLOCK_BYTES), 1))
-            if entry is not wanting and entry.limits.share:
-                kept = int(entry.limits.share * self.capacity_bytes) // entry.slot_bytes
-                most = min(most, entry.pages.page_count - kept)
+            if entry.limits.share and not own:
+                most = min(most, self._owned[entry.digest] - self._share_pages(entry))
                 if most <= 0:
                     continue
-            victim = entry.pages.victim(most, now)
+            victim = room.offers.get(entry.digest)
+            if entry.digest not in room.offers or (victim is not None and victim.span > most):
+                victim = room.offers[entry.digest] = entry.pages.victim(most, now)
             if victim is None:
                 continue
-            order = (victim.value, victim.last_use)
-            if best is None or order < (best[1].value, best[1].last_use):
-                best = (entry, victim)
+            order = (own and room.guaranteed, victim.value, float(victim.last_use))
+            if best_order is None or order < best_order:
+                best, best_order = (entry, victim), order
+        if best is not None:
+            del room.offers[best[0].digest]  # the caller changes this one
         return best
+
+    def _share_pages(self, entry: Entry) -> int:
+        return int(entry.limits.share * self.capacity_bytes) // entry.slot_bytes
+
+    @staticmethod
+    def _is_worth_more(choice: tuple[Entry, Victim], room: _Room) -> bool:
+        """Whether a victim is better kept than the pages that room is made for."""
+        owner, victim = choice
+        return victim.value > room.worth and (owner is room.entry or not room.guaranteed)
 
     # ---- publishing and removing (saver thread) ----
     def publish(
-        self, groups: list[tuple[Entry, bytes, bool, npt.NDArray[np.intp], NewPages]]
+        self,
+        groups: list[tuple[Entry, bytes, bool, npt.NDArray[np.intp], NewPages, int | None]],
     ) -> list[npt.NDArray[np.bool_]]:
-        """Make written pages visible: (entry, chain, rooted, page indices, pages) each.
+        """Make written pages visible: (entry, chain, rooted, page indices, pages, last use) each.
 
+        The last use is None for now.
         Slots of pages that another writer published first are given back.
 
         Returns
             for each group one bool a page: whether it is in the store now.
         """
         try:
-            published = self.catalog.publish([pages for *_, pages in groups])
+            published = self.catalog.publish([pages for *_, pages, _ in groups])
         except (StoreFullError, DeviceError) as error:
             self._note_catalog_error(error)
             # A passing trouble must not make the store smaller.
             if error.errno in DISK_FULL or not error.retryable:
                 self.catalog.note_full()
-            for *_, pages in groups:
+            for *_, pages, _ in groups:
                 self.cancel(pages.slot)
-            return [np.zeros(len(pages.slot), dtype=np.bool_) for *_, pages in groups]
+            return [np.zeros(len(pages.slot), dtype=np.bool_) for *_, pages, _ in groups]
         stored = []
         with self.lock:
-            for (entry, keys, rooted, index, pages), done in zip(groups, published, strict=True):
+            for group, done in zip(groups, published, strict=True):
+                entry, keys, rooted, index, pages, used_at = group
                 generation = done.record["generation"].astype(np.uint64)
                 self.space.commit(pages.slot[done.taken], generation[done.taken])
+                self._owned[entry.digest] += int(np.count_nonzero(done.taken))
                 self.space.cancel(pages.slot[~done.taken])
                 first, stop = int(index[0]), int(index[-1]) + 1
                 where = Locations.absent(stop - first)
@@ -670,12 +768,11 @@ class Manager:
                 where.slot[index - first] = found.slot
                 where.checksum[index - first] = found.checksum
                 where.generation[index - first] = found.generation
-                entry.pages.insert(
-                    keys[: stop * entry.key_bytes], first, rooted, where, self._tick()
-                )
+                now = self._tick() if used_at is None else min(used_at, self._tick())
+                entry.pages.insert(keys[: stop * entry.key_bytes], first, rooted, where, now)
         return stored
 
-    def remove_dropped(self, pages: list[tuple[bytes, int, int]]) -> None:
+    def remove_dropped(self, entry: Entry, pages: list[tuple[bytes, int, int]]) -> None:
         """Remove pages that turned out unreadable: (record key, slot, generation) each."""
         mine: list[tuple[bytes, int, int]] = []
         others: list[tuple[bytes, int, int]] = []
@@ -683,6 +780,7 @@ class Manager:
             for page in dict.fromkeys(pages):
                 (mine if self.space.holds_page(*page[1:]) else others).append(page)
             self.space.retire(np.array([slot for _, slot, _ in mine], dtype=np.uint64))
+            self._owned[entry.digest] -= len(mine)
         if mine:
             self._remove_retired(mine)
         self.catalog.remove(others)
@@ -693,6 +791,9 @@ class Manager:
         while self._scan_segment():
             pass
         self._empty(entry)
+        with self.lock:
+            expired_pages, self._expired = self._expired, []
+        self._unremoved += expired_pages
         count = 0
         for keys, records, _ in self.catalog.scan_records(_RESTORE_CHUNK):
             mine = np.flatnonzero(records["namespace"] == np.void(entry.digest))
@@ -702,8 +803,10 @@ class Manager:
                 for i in mine.tolist()
             ]
             if batch:
-                self.remove_dropped(batch)
+                self.remove_dropped(entry, batch)
                 count += len(batch)
+        if self._unremoved:
+            self._remove_retired([])
         self._empty(entry)  # of what look-ups found in the catalog meanwhile
         return count
 

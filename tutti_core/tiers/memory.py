@@ -34,6 +34,7 @@ from tutti_core.index.pages import NamespacePages, Victim
 from tutti_core.index.radix import NO_SLOT, Locations
 from tutti_core.policies.choice import DEFAULT, make_policy
 from tutti_core.tiers.arena import Arena
+from tutti_core.tiers.limits import expired, expired_loose
 from tutti_core.tiers.manager import Entry
 from tutti_core.tiers.shelf import (
     MOVE_PAGES_MAX,
@@ -146,6 +147,7 @@ class MemoryTier:
         with self.lock:
             shelf = self._shelf(entry)
             pages = shelf.pages
+            self._expire_loose(shelf)
             keys = keys[: self._shown_count(shelf, keys) * entry.key_bytes]
             if len(keys) <= first * entry.key_bytes:
                 return 0
@@ -163,7 +165,7 @@ class MemoryTier:
     def holds(self, entry: Entry, keys: bytes, first: int, rooted: bool) -> Mask:
         """Which of the pages `first` .. end of the chain are here; makes them as if new."""
         with self.lock:
-            found = self._locate(self._shelf(entry), keys, first, rooted)
+            found = self._locate_shown(self._shelf(entry), keys, first, rooted)
         return np.asarray(found.slot != NO_SLOT, dtype=np.bool_)
 
     def peek(self, entry: Entry, keys: bytes) -> Mask:
@@ -179,20 +181,25 @@ class MemoryTier:
         Else `end_copy` has to follow.
         """
         with self.lock:
-            found = self._locate(self._shelf(entry), keys, first, rooted)
+            found = self._locate_shown(self._shelf(entry), keys, first, rooted)
             if not (found.slot != NO_SLOT).any():
                 return found, None
             return found, self._space.begin_load()
 
+    def _locate_shown(self, shelf: Shelf, keys: bytes, first: int, rooted: bool) -> Locations:
+        """`_locate`, but without what is past the namespace's TTL; that is left as it is."""
+        ttl_ns, count = shelf.entry.limits.ttl_ns, len(keys) // shelf.entry.key_bytes
+        if ttl_ns is None:
+            return self._locate(shelf, keys, first, rooted)
+        self._expire_loose(shelf)
+        shown = self._shown_count(shelf, keys) if rooted else count
+        if shown <= first:  # without a look at what is before it, which would renew that
+            return Locations.absent(count - first)
+        found = self._locate(shelf, keys[: shown * shelf.entry.key_bytes], first, rooted)
+        return found.padded(count - shown) if shown < count else found
+
     def _locate(self, shelf: Shelf, keys: bytes, first: int, rooted: bool) -> Locations:
-        hidden = 0
-        if rooted and shelf.entry.limits.ttl_ns is not None:
-            count = len(keys) // shelf.entry.key_bytes
-            shown = max(self._shown_count(shelf, keys), first)
-            hidden, keys = count - shown, keys[: shown * shelf.entry.key_bytes]
         found = shelf.pages.locate(keys, first, rooted, self._tick())
-        if hidden:
-            found = found.padded(hidden)
         if not rooted:
             self._locate_by_key(shelf, keys, first, found)
         if not shelf.repeats:
@@ -203,6 +210,29 @@ class MemoryTier:
         for i in np.flatnonzero(stale):
             shelf.pages.drop(keys, first + int(i), rooted, int(found.generation[i]))
         found.slot[stale] = NO_SLOT
+        return found
+
+    def _find(self, shelf: Shelf, keys: bytes, first: int, rooted: bool) -> Locations:
+        """`_locate` for what is no use of the pages: changes nothing."""
+        pages, width, at = shelf.pages, shelf.entry.key_bytes, 0
+        found = Locations.absent(len(keys) // width - first)
+        for node, length in pages.tree.pages_along(keys).items() if rooted else ():
+            low = max(at, first)
+            if low < at + length:
+                inside, target = slice(low - at, length), slice(low - first, at + length - first)
+                found.slot[target] = np.frombuffer(node.slots, dtype=np.uint64)[inside]
+                found.checksum[target] = np.frombuffer(node.checksums, dtype=np.uint64)[inside]
+                found.generation[target] = np.frombuffer(node.generations, dtype=np.uint64)[inside]
+            at += length
+        for i in np.flatnonzero(found.slot == NO_SLOT).tolist() if pages.loose else ():
+            page = pages.loose.get(keys[(first + i) * width : (first + i + 1) * width])
+            if page is not None:
+                found.slot[i], found.checksum[i] = page.slot, page.checksum
+                found.generation[i] = page.generation
+        if not rooted:
+            self._locate_by_key(shelf, keys, first, found)
+        if shelf.repeats:
+            found.slot[~self._space.holds(found.slot, found.generation)] = NO_SLOT
         return found
 
     def _locate_by_key(self, shelf: Shelf, keys: bytes, first: int, found: Locations) -> None:
@@ -248,6 +278,7 @@ class MemoryTier:
         taken: list[U64] = []
         writes: list[Write] = []
         left = True
+        self.expire()
         while left and count:
             with self.lock:
                 slots = self._allocate(entry.slot_bytes, count)
@@ -329,7 +360,7 @@ class MemoryTier:
         """The lower tier has let go of the pages at `index` of a chain: they are unsaved now."""
         with self.lock:
             shelf = self._shelf(entry)
-            found = self._locate(shelf, keys[: (int(index[-1]) + 1) * entry.key_bytes], 0, rooted)
+            found = self._find(shelf, keys[: (int(index[-1]) + 1) * entry.key_bytes], 0, rooted)
             here = found.slot[index] != NO_SLOT
             self._forget_arrivals(set(found.generation[index][here].tolist()))
 
@@ -355,6 +386,53 @@ class MemoryTier:
         return np.concatenate(taken)
 
     # ---- eviction ----
+    def expire(self) -> None:
+        """Drop what is past its namespace's TTL, also what no lower tier holds."""
+        with self.lock:
+            limited = [s for s in self._shelves.values() if s.entry.limits.ttl_ns is not None]
+        for shelf in limited:
+            left = True
+            while left:
+                with self.lock:
+                    left = self._expire(shelf)
+        self._report_departures()
+
+    def _expire(self, shelf: Shelf) -> bool:
+        """Drop some of what is past the TTL; False if that was all. Pages on their way stay."""
+        ttl_ns = shelf.entry.limits.ttl_ns
+        looked_at = 0
+        if ttl_ns is not None:
+            for victim in expired(shelf.pages, self._tick() - ttl_ns):
+                self._drop_expired(shelf, victim)
+                looked_at += victim.span
+                if looked_at >= EVICTION_STEP_PAGES:
+                    return True
+        return False
+
+    def _expire_loose(self, shelf: Shelf) -> None:
+        """Drop pages past the TTL whose chain is not known: a look-up would make them new."""
+        ttl_ns = shelf.entry.limits.ttl_ns
+        if ttl_ns is not None and shelf.pages.loose:
+            used_since = self._tick() - ttl_ns
+            while (victim := expired_loose(shelf.pages, used_since)) is not None:
+                self._drop_expired(shelf, victim)
+
+    def _drop_expired(self, shelf: Shelf, victim: Victim) -> None:
+        self._drop_victim(shelf, victim)
+        self.counters["expired"] += len(victim.slot)
+
+    def used_at(self, entry: Entry, keys: bytes, rooted: bool) -> int | None:
+        """When the last page of a chain was used, if it is here; changes nothing."""
+        width = entry.key_bytes
+        with self.lock:
+            pages = self._shelf(entry).pages
+            if not rooted:
+                page = pages.loose.get(keys[-width:])
+                return page.last_use if page is not None else None
+            nodes = pages.tree.nodes_along(keys)
+            whole = sum(pages.tree.pages_along(keys).values()) * width == len(keys)
+            return nodes[-1][0].last_use if nodes and whole else None
+
     def _evict(
         self, entry: Entry, chain: bytes, count: int, writes: list[Write], writes_max: int
     ) -> bool:
@@ -363,10 +441,12 @@ class MemoryTier:
             return False  # enough was evicted; copies are still reading it
         guarded = self._shelf(entry).pages
         guarded.guard(chain)
+        offers: dict[bytes, Victim | None] = {}
         try:
             evicted = looked_at = 0
             while evicted < count and looked_at < EVICTION_STEP_PAGES:
-                choice = self._choose_victim(min(count - evicted, EVICTION_STEP_PAGES - looked_at))
+                most = min(count - evicted, EVICTION_STEP_PAGES - looked_at)
+                choice = self._choose_victim(most, offers)
                 if choice is None:
                     break
                 shelf, victim = choice
@@ -381,16 +461,23 @@ class MemoryTier:
             guarded.unguard()
         return evicted > 0
 
-    def _choose_victim(self, pages_max: int) -> tuple[Shelf, Victim] | None:
+    def _choose_victim(
+        self, pages_max: int, offers: dict[bytes, Victim | None]
+    ) -> tuple[Shelf, Victim] | None:
+        """What goes next; `offers` keeps what each namespace offered, while the lock is held."""
         best: tuple[Shelf, Victim] | None = None
         now = self._tick()
-        for shelf in self._shelves.values():
-            victim = shelf.pages.victim(pages_max, now)
+        for digest, shelf in self._shelves.items():
+            victim = offers.get(digest)
+            if digest not in offers or (victim is not None and victim.span > pages_max):
+                victim = offers[digest] = shelf.pages.victim(pages_max, now)
             if victim is None:
                 continue
             order = (victim.value, victim.last_use)
             if best is None or order < (best[1].value, best[1].last_use):
                 best = (shelf, victim)
+        if best is not None:
+            del offers[best[0].entry.digest]  # the caller changes this one
         return best
 
     def _drop_saved(self, shelf: Shelf, victim: Victim) -> int:
@@ -405,14 +492,18 @@ class MemoryTier:
             if again is None or again.leaf is not victim.leaf:
                 return 0
             victim = again
+        self._drop_victim(shelf, victim)
+        self.counters["evicted"] += len(victim.slot)
+        return len(victim.slot)
+
+    def _drop_victim(self, shelf: Shelf, victim: Victim) -> None:
         if self.on_departure is not None and victim.leaf is not None:
             keys, slots, _ = path_of(victim.leaf)
             self._departed.append((shelf.entry, keys, len(slots) - victim.span))
         shelf.pages.forget(victim, self._tick())
+        self._unsaved.difference_update(victim.generation.tolist())
         self._fresh.difference_update(victim.generation.tolist())
         self._give_up(victim.slot, victim.generation)
-        self.counters["evicted"] += len(victim.slot)
-        return len(victim.slot)
 
     def _give_up(self, slots: U64, generations: U64) -> None:
         self._space.give_up(slots[self._space.retire_held(slots, generations)])
@@ -429,8 +520,9 @@ class MemoryTier:
         Returns
             a run that has to be written first; else whether something was evicted.
         """
+        self.expire()
         with self.lock:
-            choice = self._choose_victim(MOVE_PAGES_MAX)
+            choice = self._choose_victim(MOVE_PAGES_MAX, {})
             if choice is None:
                 return False
             step = self._drop_saved(*choice) > 0 or self._write_victim(*choice)
@@ -448,7 +540,7 @@ class MemoryTier:
         with self.lock:
             shelf = self._shelf(entry)
             stop = int(index[-1]) + 1
-            found = self._locate(shelf, keys[: stop * entry.key_bytes], 0, rooted)
+            found = self._find(shelf, keys[: stop * entry.key_bytes], 0, rooted)
             chosen = index[found.slot[index] != NO_SLOT]
             chosen = chosen[self._waits(found.generation[chosen])]
             chosen = chosen[: pages_per_move(entry.slot_bytes)]
@@ -485,7 +577,7 @@ class MemoryTier:
                 return
             shelf = self._shelf(entry)
             keys = keys[: (int(index[-1]) + 1) * entry.key_bytes]
-            found = self._locate(shelf, keys, 0, rooted)
+            found = self._find(shelf, keys, 0, rooted)
             here = index[found.slot[index] != NO_SLOT]
             alone = self._waits(found.generation[here])
             alone |= self._are(self._fresh, found.generation[here])
@@ -512,7 +604,7 @@ class MemoryTier:
         with self.lock:
             shelf = self._shelf(entry)
             keys = keys[: (int(index[-1]) + 1) * entry.key_bytes]
-            found = self._locate(shelf, keys, 0, rooted)
+            found = self._find(shelf, keys, 0, rooted)
             here = index[found.slot[index] != NO_SLOT]
             arriving = {g for g in found.generation[here].tolist() if g in self._arriving}
             self._forget_arrivals(arriving)
@@ -540,6 +632,7 @@ class MemoryTier:
 
     def unsaved_runs(self) -> list[tuple[Entry, bytes, bool, Indices]]:
         """All unsaved pages as (namespace, chain, rooted, positions), ancestors first. O(pages)."""
+        self.expire()
         with self.lock:
             found = []
             for shelf in self._shelves.values():
@@ -607,7 +700,7 @@ class MemoryTier:
         For ancestors of a page that a lower tier gets, where that tier has not got them.
         """
         with self.lock:
-            found = self._locate(self._shelf(entry), keys, 0, True)
+            found = self._find(self._shelf(entry), keys, 0, True)
             here = found.generation[index][found.slot[index] != NO_SLOT].tolist()
             self._unsaved.update(here)
             self._fresh.difference_update(here)
@@ -617,7 +710,7 @@ class MemoryTier:
         with self.lock:
             if not self._fresh:
                 return np.empty(0, dtype=np.intp)
-            found = self._locate(self._shelf(entry), keys, 0, rooted)
+            found = self._locate_shown(self._shelf(entry), keys, 0, rooted)
             present = np.flatnonzero(found.slot != NO_SLOT)
             index = present[self._are(self._fresh, found.generation[present])]
             used = found.generation[index].tolist()

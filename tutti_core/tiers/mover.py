@@ -643,7 +643,8 @@ class Mover:
         record_keys = self._manager.record_keys(entry, keys, index)
         slots, generations = where.slot.tolist(), where.generation.tolist()
         job = DropJob(
-            [(record_key_at(record_keys, i), slots[i], generations[i]) for i in range(len(slots))]
+            entry,
+            [(record_key_at(record_keys, i), slots[i], generations[i]) for i in range(len(slots))],
         )
         recorded = np.ones(len(index), dtype=np.bool_)
         self._manager.drop(entry, keys, index, rooted, where.generation, recorded)

@@ -114,6 +114,11 @@ class SaveJob:
         """Bytes to write."""
         return len(self.index) * self.entry.page_bytes
 
+    @property
+    def page_count(self) -> int:
+        """Pages of the chain."""
+        return len(self.keys) // self.entry.key_bytes
+
     def rest(self, start: int) -> SaveJob:
         """The pages from the `start`-th on, of which memory tiers keep no copy."""
         return replace(
@@ -173,6 +178,10 @@ class UpperTiers(Protocol):
         """The devices hold the pages at these positions of the job now."""
         ...
 
+    def used_at(self, job: SaveJob) -> int | None:
+        """When the pages of a job that leave a memory tier were used last; None: not known."""
+        ...
+
     def settle(self, entry: Entry, keys: bytes, output_tokens: int | None) -> None:
         """A request was saved; see `Policy.settled`."""
         ...
@@ -194,8 +203,9 @@ class ClearJob:
 
 @dataclass(slots=True)
 class DropJob:
-    """Remove unreadable pages: (record key, slot, generation) each."""
+    """Remove unreadable pages of a namespace: (record key, slot, generation) each."""
 
+    entry: Entry
     pages: list[tuple[bytes, int, int]]
 
 
@@ -334,8 +344,9 @@ class Saver:
                 self._upper.before_write(job)
             slots = self._manager.reserve(
                 job.entry,
-                job.keys if job.rooted else b"",
-                len(job.index),
+                job.keys,
+                job.rooted,
+                job.index,
                 self._sweep,
                 self._io_timeout_s,
                 choosy=job.release is None,
@@ -345,8 +356,6 @@ class Saver:
                 job.kept = int(job.index[len(slots)])
             if self._upper is not None:
                 self._upper.after_eviction()
-            if len(slots) < len(job.index):
-                self._manager.count("pages_refused_full", len(job.index) - len(slots))
             if len(slots) == 0:
                 self._end(job)
                 _release(job)
@@ -397,7 +406,10 @@ class Saver:
         groups = [item for item in ready if item is not None]
         if groups:
             stored = self._manager.publish(
-                [(w.job.entry, w.job.keys, w.job.rooted, w.job.index[c], p) for w, c, p in groups]
+                [
+                    (w.job.entry, w.job.keys, w.job.rooted, w.job.index[c], p, self._used_at(w.job))
+                    for w, c, p in groups
+                ]
             )
             for (writing, chosen, _), kept in zip(groups, stored, strict=True):
                 writing.job.ticket.settle(writing.job.result[chosen[kept]], True)
@@ -406,10 +418,19 @@ class Saver:
                     if self._upper is not None:
                         self._upper.after_publish(writing.job, chosen[kept])
                     self._manager.count("saved_pages", int(np.count_nonzero(kept)))
+                elif writing.job.rooted and kept.any():  # the devices' policy learns of it now
+                    job = writing.job
+                    self._manager.settle(job.entry, job.keys, job.page_count, None)
         for writing, _ in written:
             self._offer(writing, np.empty(0, dtype=np.intp))
             self._end(writing.job)
         self._collect_stuck()
+
+    def _used_at(self, job: SaveJob) -> int | None:
+        """The last use of pages that leave memory, where a TTL counts from it."""
+        if self._upper is None or job.release is None or job.entry.limits.ttl_ns is None:
+            return None
+        return self._upper.used_at(job)
 
     def _offer(self, writing: _Writing, stored: Indices) -> None:
         """Let the memory tiers offer what they kept of these pages; they drop the other copies."""
@@ -449,7 +470,7 @@ class Saver:
     def _do(self, job: ClearJob | DropJob) -> None:
         try:
             if isinstance(job, DropJob):
-                self._manager.remove_dropped(job.pages)
+                self._manager.remove_dropped(job.entry, job.pages)
             else:
                 job.removed = self._upper.clear(job.entry) if self._upper is not None else 0
                 job.removed += self._manager.clear(job.entry)
@@ -463,9 +484,8 @@ class Saver:
             job.done.set()
 
     def _end(self, job: SaveJob) -> None:
-        if job.rooted and job.release is None:
-            total = len(job.keys) // job.entry.key_bytes
-            kept = total if job.kept is None else job.kept
+        if job.rooted and job.release is None and not job.ticket.cancelled:
+            kept = job.page_count if job.kept is None else job.kept
             self._manager.settle(job.entry, job.keys, kept, job.output_tokens)
             if self._upper is not None:
                 self._upper.settle(job.entry, job.keys, job.output_tokens)

@@ -34,10 +34,15 @@ _CLAIM_PAUSE_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Scanned:
-    """What a scan found that the trees do not know: pages of a segment that was adopted."""
+    """What a scan found.
+
+    adopted_keys, adopted_records   what the trees do not know: pages of a segment that was adopted.
+    namespaces      of each page in the segment.
+    """
 
     adopted_keys: npt.NDArray[np.void]
     adopted_records: Records
+    namespaces: list[bytes]
 
 
 class Segments:
@@ -90,6 +95,11 @@ class Segments:
             if pool not in have and not self.claim(slot_bytes, pool):
                 self._no_opening_until_s = now_s + _CLAIM_PAUSE_S
 
+    @property
+    def scanned(self) -> bool:
+        """Whether all segments that this process owns are in the space map."""
+        return not self._unscanned
+
     def scan_one(self) -> Scanned | None:
         """Read the slot map of one more segment that this lease owns already; None if all are."""
         if not self._unscanned:
@@ -115,7 +125,7 @@ class Segments:
         keys = np.array(list(used.values()), dtype="V16")
         new = found & (number in self._adopted)
         self._adopted.discard(number)
-        return Scanned(keys[new], records[new])
+        return Scanned(keys[new], records[new], records["namespace"][good].tolist())
 
     def claim(self, slot_bytes: int, pool: int | None) -> bool:
         """Take an unassigned segment, or turn an empty one of ours to this slot size."""

@@ -348,7 +348,7 @@ class TierStack:
                 self.mover.nudge()
         finally:
             if job.ticket.cancelled or count == len(job.index):
-                if job.rooted:
+                if job.rooted and not job.ticket.cancelled:
                     self.settle(job.entry, job.keys, job.output_tokens)
                 job.ticket.finish()
             elif not self.saver.enqueue(job.rest(count)):
@@ -379,6 +379,8 @@ class TierStack:
         if job.rooted:
             with self._manager.lock:
                 held = stored_along(entry.pages, keys)[index]
+                if held.any() and entry.limits.ttl_ns is not None:  # they may be past it
+                    entry.pages.locate(keys, 0, True, time.monotonic_ns())
         else:
             held = self._manager.locate(entry, keys, 0, False).slot[index] != NO_SLOT
         if held.any():
@@ -411,6 +413,12 @@ class TierStack:
         """See `UpperTiers`."""
         for tier in self.tiers:
             tier.settle(entry, keys, output_tokens)
+
+    def used_at(self, job: SaveJob) -> int | None:
+        """See `UpperTiers`."""
+        keys = job.keys[: (int(job.index[-1]) + 1) * job.entry.key_bytes]
+        uses = [tier.used_at(job.entry, keys, job.rooted) for tier in self.tiers]
+        return max((use for use in uses if use is not None), default=None)
 
     def before_write(self, job: SaveJob) -> None:
         """See `UpperTiers`."""
