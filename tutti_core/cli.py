@@ -29,7 +29,7 @@ from tutti_core.bench.machine import file_system, machine_facts, probe_transport
 from tutti_core.config import StoreConfig
 from tutti_core.errors import ConfigError, TuttiError
 from tutti_core.io.select import TransportName
-from tutti_core.replay.commands import replay, trace_app
+from tutti_core.replay.commands import can_write, replay, trace_app
 from tutti_core.tiers.pools import Layout, discard_store, inspect_pools, open_layout
 from tutti_core.verify import KINDS, StoreFacts, VerifyReport, describe_store, verify_store
 
@@ -457,8 +457,7 @@ def _check_json(json_file: Path | None) -> None:
     """Refuse a result file that cannot be written before the work, not after it."""
     if json_file is None or json_file == Path("-"):
         return
-    place = json_file if json_file.exists() else json_file.parent
-    if not os.access(place, os.W_OK) or json_file.is_dir():
+    if not can_write(json_file):
         raise ConfigError(f"json = {str(json_file)!r} cannot be written")
 
 

@@ -47,6 +47,24 @@ class Victim:
     value: float
 
 
+class Offers:
+    """What each namespace would evict next, asked for once. Valid while the lock is held."""
+
+    def __init__(self) -> None:
+        self._victims: dict[bytes, Victim | None] = {}
+
+    def of(self, digest: bytes, pages: NamespacePages, pages_max: int, now: int) -> Victim | None:
+        """The offer of a namespace, of at most `pages_max` pages."""
+        victim = self._victims.get(digest)
+        if digest not in self._victims or (victim is not None and victim.span > pages_max):
+            victim = self._victims[digest] = pages.victim(pages_max, now)
+        return victim
+
+    def take(self, digest: bytes) -> None:
+        """The caller evicts what this namespace offered: it is asked anew next time."""
+        del self._victims[digest]
+
+
 class NamespacePages:
     """Which pages of one namespace are stored where. Not thread-safe; time is passed in."""
 
@@ -178,7 +196,7 @@ class NamespacePages:
         A loose page goes instead where it is older. Leaves that end in a pinned or guarded page are
         parked on the way, so a store full of pins answers at once from the second call on.
         """
-        loose = self._oldest_loose()
+        loose = self.oldest_loose()
         policy = self.tree.policy
         while (leaf := self.tree.victim(now)) is not None:
             span = min(pages_max, len(leaf) - self.kept_pages(leaf, pages_max))
@@ -244,7 +262,8 @@ class NamespacePages:
                     return i + 1
         return kept
 
-    def _oldest_loose(self) -> Victim | None:
+    def oldest_loose(self) -> Victim | None:
+        """Of the pages without a known chain, the one to go next; the pinned ones stay."""
         for key, page in self.loose.items():
             if key not in self.pins:
                 slot = np.array([page.slot], dtype=np.uint64)

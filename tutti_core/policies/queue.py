@@ -23,8 +23,6 @@ class LeafQueue:
     def __init__(self) -> None:
         self._heap: list[tuple[float, int, Node]] = []
         self._leaves: dict[int, Node] = {}  # by serial
-        self.page_count = 0
-        """Kept by policies that need it; the queue does not touch it."""
 
     def __len__(self) -> int:
         return len(self._leaves)

@@ -26,6 +26,7 @@ class SizedQueue(LeafQueue):
 
     def __init__(self) -> None:
         super().__init__()
+        self.page_count = 0
         self._pages: dict[int, int] = {}  # by serial
 
     def put(self, leaf: Node, rank: float) -> None:

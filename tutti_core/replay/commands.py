@@ -216,9 +216,14 @@ def _check_outputs(*files: Path | None) -> None:
     for file in files:
         if file is None or file == Path("-"):
             continue
-        place = file if file.exists() else file.parent
-        if not os.access(place, os.W_OK) or file.is_dir():
+        if not can_write(file):
             raise ConfigError(f"{str(file)!r} cannot be written")
+
+
+def can_write(file: Path) -> bool:
+    """Whether a result file can be made or replaced."""
+    place = file if file.exists() else file.parent
+    return os.access(place, os.W_OK) and not file.is_dir()
 
 
 def _write(file: Path | None, text: Callable[[], str]) -> None:

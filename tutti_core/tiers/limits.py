@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
-
-import numpy as np
+from dataclasses import dataclass, replace
 
 from tutti_core.errors import ConfigError
 from tutti_core.index.pages import NamespacePages, Victim
@@ -103,14 +101,10 @@ def expired_loose(pages: NamespacePages, used_since: int) -> Victim | None:
     """One of the pages without a known chain that nobody used since then and nobody pinned."""
     if used_since <= pages.opened:
         return None
-    for key, page in pages.loose.items():  # least recently used first
-        if page.last_use >= used_since:
-            break
-        if key not in pages.pins:
-            slot = np.array([page.slot], dtype=np.uint64)
-            generation = np.array([page.generation], dtype=np.uint64)
-            return Victim(key, slot, generation, page.last_use, None, 1, -math.inf)
-    return None
+    oldest = pages.oldest_loose()
+    if oldest is None or oldest.last_use >= used_since:
+        return None
+    return replace(oldest, value=-math.inf)
 
 
 def _tail(pages: NamespacePages, leaf: Node, used_since: int) -> Victim | None:

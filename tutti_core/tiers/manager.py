@@ -37,7 +37,7 @@ from tutti_core.index.catalog import (
     record_key_at,
     slots_of_records,
 )
-from tutti_core.index.pages import NamespacePages, Victim
+from tutti_core.index.pages import NamespacePages, Offers, Victim
 from tutti_core.index.radix import NO_SLOT, Locations
 from tutti_core.index.restore import build_pages
 from tutti_core.io.transport import BLOCK_BYTES
@@ -88,7 +88,7 @@ class Entry:
     expired_at: int = 0
 
     def __post_init__(self) -> None:
-        self.slot_bytes = -(-self.page_bytes // BLOCK_BYTES) * BLOCK_BYTES
+        self.slot_bytes = _slot_bytes(self.page_bytes)
 
     def record_keys(self, page_keys: bytes) -> bytes:
         """Catalog keys of packed page keys."""
@@ -108,7 +108,7 @@ class _Room:
     """The pages are within the share of `entry`: others make room first, whatever that costs."""
     refused: bool = False
     """All that could still go is worth more."""
-    offers: dict[bytes, Victim | None] = field(default_factory=dict)
+    offers: Offers = field(default_factory=Offers)
     """By namespace, what could go next; while the lock is held."""
 
 
@@ -167,7 +167,7 @@ class Manager:
             ConfigError: a page is more than the write budget ever grants.
         """
         digest = namespace.digest()
-        slot_bytes = -(-namespace.page_bytes // BLOCK_BYTES) * BLOCK_BYTES
+        slot_bytes = _slot_bytes(namespace.page_bytes)
         budget = self._budget
         if budget.bytes_per_day is not None and slot_bytes > budget.burst_bytes:
             raise ConfigError(
@@ -194,7 +194,7 @@ class Manager:
         return entry
 
     def _capacity_pages(self, page_bytes: int) -> int:
-        return self.capacity_bytes // (-(-page_bytes // BLOCK_BYTES) * BLOCK_BYTES)
+        return self.capacity_bytes // _slot_bytes(page_bytes)
 
     def _new_pages(self, page_bytes: int, key_bytes: int) -> NamespacePages:
         policy = make_policy(self.rules.policy, self._capacity_pages(page_bytes))
@@ -632,7 +632,7 @@ class Manager:
         while left and count > 0 and others > 0:
             with self.lock:
                 room.entry.pages.guard(room.chain)
-                room.offers.clear()
+                room.offers = Offers()
                 looked_at = 0
                 while count > 0 and others > 0 and looked_at < EVICTION_STEP_PAGES:
                     most = min(count, EVICTION_STEP_PAGES - looked_at)
@@ -704,16 +704,14 @@ class Manager:
                 most = min(most, self._owned[entry.digest] - self._share_pages(entry))
                 if most <= 0:
                     continue
-            victim = room.offers.get(entry.digest)
-            if entry.digest not in room.offers or (victim is not None and victim.span > most):
-                victim = room.offers[entry.digest] = entry.pages.victim(most, now)
+            victim = room.offers.of(entry.digest, entry.pages, most, now)
             if victim is None:
                 continue
             order = (own and room.guaranteed, victim.value, float(victim.last_use))
             if best_order is None or order < best_order:
                 best, best_order = (entry, victim), order
         if best is not None:
-            del room.offers[best[0].digest]  # the caller changes this one
+            room.offers.take(best[0].digest)
         return best
 
     def _share_pages(self, entry: Entry) -> int:
@@ -857,6 +855,10 @@ class Manager:
     def stop(self) -> None:
         """Ask a running `restore` to end soon."""
         self._stopping = True
+
+
+def _slot_bytes(page_bytes: int) -> int:
+    return -(-page_bytes // BLOCK_BYTES) * BLOCK_BYTES
 
 
 def _locations(records: Records) -> Locations:

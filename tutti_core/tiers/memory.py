@@ -30,7 +30,7 @@ import numpy.typing as npt
 from tutti_core.errors import ConfigError
 from tutti_core.geometry import PageFragments
 from tutti_core.index.catalog import packed_rows
-from tutti_core.index.pages import NamespacePages, Victim
+from tutti_core.index.pages import NamespacePages, Offers, Victim
 from tutti_core.index.radix import NO_SLOT, Locations
 from tutti_core.policies.choice import DEFAULT, make_policy
 from tutti_core.tiers.arena import Arena
@@ -441,7 +441,7 @@ class MemoryTier:
             return False  # enough was evicted; copies are still reading it
         guarded = self._shelf(entry).pages
         guarded.guard(chain)
-        offers: dict[bytes, Victim | None] = {}
+        offers = Offers()
         try:
             evicted = looked_at = 0
             while evicted < count and looked_at < EVICTION_STEP_PAGES:
@@ -461,23 +461,19 @@ class MemoryTier:
             guarded.unguard()
         return evicted > 0
 
-    def _choose_victim(
-        self, pages_max: int, offers: dict[bytes, Victim | None]
-    ) -> tuple[Shelf, Victim] | None:
-        """What goes next; `offers` keeps what each namespace offered, while the lock is held."""
+    def _choose_victim(self, pages_max: int, offers: Offers) -> tuple[Shelf, Victim] | None:
+        """What goes next."""
         best: tuple[Shelf, Victim] | None = None
         now = self._tick()
         for digest, shelf in self._shelves.items():
-            victim = offers.get(digest)
-            if digest not in offers or (victim is not None and victim.span > pages_max):
-                victim = offers[digest] = shelf.pages.victim(pages_max, now)
+            victim = offers.of(digest, shelf.pages, pages_max, now)
             if victim is None:
                 continue
             order = (victim.value, victim.last_use)
             if best is None or order < (best[1].value, best[1].last_use):
                 best = (shelf, victim)
         if best is not None:
-            del offers[best[0].entry.digest]  # the caller changes this one
+            offers.take(best[0].entry.digest)
         return best
 
     def _drop_saved(self, shelf: Shelf, victim: Victim) -> int:
@@ -522,7 +518,7 @@ class MemoryTier:
         """
         self.expire()
         with self.lock:
-            choice = self._choose_victim(MOVE_PAGES_MAX, {})
+            choice = self._choose_victim(MOVE_PAGES_MAX, Offers())
             if choice is None:
                 return False
             step = self._drop_saved(*choice) > 0 or self._write_victim(*choice)
