@@ -68,7 +68,8 @@ class StoreConfig(BaseModel):
                     "lru2", "slru", "s3fifo", "sieve", "tinylfu", "gdsf", "arc".
     admission       which new pages are written to the drives: "always"; "second_touch": those that
                     were saved before, of late; "frequency": those that were saved often.
-    write_budget    bytes that may be written to the drives in any 24 hours; none: no limit.
+    write_budget    bytes that may be written to the drives in any 24 hours; none: no limit. A page
+                    must not be larger than a 24th of it.
     io_timeout_s    how long a call waits for its transfers before it reports them as failed.
     """
 
