@@ -359,10 +359,16 @@ class MemoryTier:
     def end_arrival(self, entry: Entry, keys: bytes, rooted: bool, index: Indices) -> None:
         """The lower tier has let go of the pages at `index` of a chain: they are unsaved now."""
         with self.lock:
-            shelf = self._shelf(entry)
-            found = self._find(shelf, keys[: (int(index[-1]) + 1) * entry.key_bytes], 0, rooted)
-            here = found.slot[index] != NO_SLOT
-            self._forget_arrivals(set(found.generation[index][here].tolist()))
+            here, found = self._held(self._shelf(entry), keys, rooted, index)
+            self._forget_arrivals(set(found.generation[here].tolist()))
+
+    def _held(
+        self, shelf: Shelf, keys: bytes, rooted: bool, index: Indices
+    ) -> tuple[Indices, Locations]:
+        """Those of the pages at `index` of a chain that are here, and where its pages are."""
+        stop = int(index[-1]) + 1
+        found = self._find(shelf, keys[: stop * shelf.entry.key_bytes], 0, rooted)
+        return index[found.slot[index] != NO_SLOT], found
 
     def _forget_arrivals(self, generations: set[int]) -> None:
         for generation in generations & self._arriving.keys():
@@ -535,9 +541,7 @@ class MemoryTier:
         """Take up those of the pages at `index` that are unsaved; None if there are none."""
         with self.lock:
             shelf = self._shelf(entry)
-            stop = int(index[-1]) + 1
-            found = self._find(shelf, keys[: stop * entry.key_bytes], 0, rooted)
-            chosen = index[found.slot[index] != NO_SLOT]
+            chosen, found = self._held(shelf, keys, rooted, index)
             chosen = chosen[self._waits(found.generation[chosen])]
             chosen = chosen[: pages_per_move(entry.slot_bytes)]
             if len(chosen) == 0:
@@ -572,9 +576,7 @@ class MemoryTier:
             if not self._unsaved and not self._fresh:
                 return
             shelf = self._shelf(entry)
-            keys = keys[: (int(index[-1]) + 1) * entry.key_bytes]
-            found = self._find(shelf, keys, 0, rooted)
-            here = index[found.slot[index] != NO_SLOT]
+            here, found = self._held(shelf, keys, rooted, index)
             alone = self._waits(found.generation[here])
             alone |= self._are(self._fresh, found.generation[here])
             here = here[alone]
@@ -599,9 +601,7 @@ class MemoryTier:
         """Drop the pages at `index` of a chain that a lower tier holds."""
         with self.lock:
             shelf = self._shelf(entry)
-            keys = keys[: (int(index[-1]) + 1) * entry.key_bytes]
-            found = self._find(shelf, keys, 0, rooted)
-            here = index[found.slot[index] != NO_SLOT]
+            here, found = self._held(shelf, keys, rooted, index)
             arriving = {g for g in found.generation[here].tolist() if g in self._arriving}
             self._forget_arrivals(arriving)
             self._unsaved -= arriving
