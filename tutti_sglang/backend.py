@@ -13,10 +13,8 @@ from __future__ import annotations
 import logging
 import threading
 import time
-import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
@@ -29,7 +27,6 @@ from sglang.srt.mem_cache.hicache_storage import (
 
 from tutti_core import (
     BusyError,
-    ConfigError,
     LoadTicket,
     Namespace,
     NamespaceStore,
@@ -39,7 +36,7 @@ from tutti_core import (
     SaveTicket,
     UnsupportedError,
 )
-from tutti_sglang.fingerprint import weights_fingerprint
+from tutti_sglang.identity import model_identity, watch_weights
 from tutti_sglang.options import Options, parse_options
 from tutti_sglang.pools import HostPoolPages, describe_pool
 
@@ -58,20 +55,6 @@ bytes is therefore made in parts, and parts that would begin later than this are
 _LOG_PERIOD_S = 10.0
 
 Result = TypeVar("Result")
-
-_attached: weakref.WeakSet[TuttiStorage] = weakref.WeakSet()
-_weights_changed = threading.Event()
-
-
-def note_weights_change() -> None:
-    """The weights of this process's model are about to change: what is stored is not theirs.
-
-    Everything attached answers "not stored" from now on, and a later attach must name the new
-    weights in the option `weights`: the files that the server was started with do not tell them.
-    """
-    _weights_changed.set()
-    for storage in list(_attached):
-        storage.switch_off("the weights changed while the server runs")
 
 
 class TuttiStorage(HiCacheStorage):
@@ -93,7 +76,7 @@ class TuttiStorage(HiCacheStorage):
         self._zero_copy: NamespaceStore | None = None
         self._flat: NamespaceStore | None = None
         self._enabled = True
-        _attached.add(self)
+        watch_weights(self)
         self._log_lock = threading.Lock()
         self._last_log_s = 0.0
         self._failures = 0
@@ -409,7 +392,6 @@ def _namespace_fields(
     config: HiCacheStorageConfig, options: Options, pool: Any, pages: HostPoolPages
 ) -> dict[str, Any]:
     """Everything but the layout that pages must have in common to be interchangeable."""
-    server = _server_args()
     shard = [f"layers {pool.start_layer}-{pool.end_layer}", f"pp {config.pp_rank}/{config.pp_size}"]
     if not config.is_mla_model:
         shard.append(f"tp {config.tp_rank}/{config.tp_size}")
@@ -420,66 +402,15 @@ def _namespace_fields(
     }
     for name in ("layer_num", "head_num", "head_dim", "v_head_dim", "kv_cache_dim"):
         extra[name] = str(getattr(pool, name, None))
-    for name in ("dtype", "quantization", "json_model_override_args"):
-        extra[f"model_{name}"] = str(getattr(server, name, None))
-    if options.tenant:
-        extra["tenant"] = options.tenant
+    model = model_identity(config.model_name, options)
     return {
-        "model": config.model_name or "",
-        "weights": options.weights or _fingerprint(server),
+        "model": model.name,
+        "weights": model.weights,
         "dtype": str(pool.dtype),
         "page_tokens": pages.page_tokens,
         "page_bytes": pages.page_bytes,
         "shard": ", ".join(shard),
         "pool": f"kv {type(pool).__name__}",
         "key_bytes": KEY_BYTES,
-        "extra": extra,
+        "extra": {**extra, **model.extra},
     }
-
-
-def _server_args() -> Any:
-    """The arguments the server was started with, or None outside a server."""
-    try:
-        from sglang.srt.runtime_context import get_server_args
-
-        return get_server_args()
-    except Exception:
-        return None
-
-
-def _fingerprint(server: Any) -> str:
-    """Fingerprint of the served weights; where they cannot be found, their name and revision."""
-    if _weights_changed.is_set():
-        raise ConfigError(
-            "weights: they were changed while this server runs, so its files do not tell them",
-            hint="set the option `weights` to something that changes with them",
-        )
-    model_path = str(getattr(server, "model_path", "") or "")
-    revision = getattr(server, "revision", None)
-    named = f"unread: {model_path} {revision or ''}"
-    try:
-        folder = _model_folder(model_path, revision)
-        return named if folder is None else weights_fingerprint(folder, revision)
-    except OSError as error:
-        logger.warning(
-            "tutti: the weights of %s cannot be read (%s); set the option `weights` to something "
-            "that changes with them",
-            model_path,
-            error,
-        )
-        return named
-
-
-def _model_folder(model_path: str, revision: str | None) -> Path | None:
-    """Where the model's files are on this machine, if they are."""
-    if not model_path:
-        return None
-    folder = Path(model_path)
-    if folder.is_dir():
-        return folder
-    try:
-        from huggingface_hub import snapshot_download
-
-        return Path(snapshot_download(model_path, revision=revision, local_files_only=True))
-    except Exception as error:
-        raise OSError(f"{type(error).__name__}: {error}") from error

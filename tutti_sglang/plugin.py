@@ -88,6 +88,6 @@ def _pass_prefix_keys(original: Callable[..., Any], self: Any, *args: Any, **kwa
 
 
 def _weights_change(*args: Any, **kwargs: Any) -> None:
-    from tutti_sglang.backend import note_weights_change
+    from tutti_sglang.identity import note_weights_change
 
     note_weights_change()

@@ -17,6 +17,7 @@ from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig, HiCacheSt
 
 from tutti_core import ConfigError, UnsupportedError
 from tutti_sglang import backend as backend_module
+from tutti_sglang import identity as identity_module
 from tutti_sglang.backend import TuttiStorage
 from tutti_sglang.options import PREFIX_KEYS
 from tutti_sglang.pools import KNOWN_LAYOUTS, describe_pool
@@ -392,10 +393,10 @@ def test_sidecar_pools_and_dcp_are_refused(store_folder: Path) -> None:
 def test_changed_weights_end_the_use_of_what_is_stored(
     storage: TuttiStorage, pool: HostPool, store_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(backend_module, "_weights_changed", threading.Event())
+    monkeypatch.setattr(identity_module, "_weights_changed", threading.Event())
     keys, slots = chain(2), pool.slots([0, 1])
     assert all(storage.batch_set_v1(keys, slots, prefix([])))
-    backend_module.note_weights_change()
+    identity_module.note_weights_change()
     assert storage.batch_exists(keys) == 0
     assert storage.batch_get_v1(keys, slots, prefix([])) == [False, False]
     assert storage.batch_set_v1(keys, slots, prefix([])) == [False, False]

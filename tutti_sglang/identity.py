@@ -1,0 +1,121 @@
+"""Who the served model is: its name, its weights, and what else changes what its KV pages hold.
+
+Every route (HiCache, linker) puts this into the namespace of each of its pools, so that pages of
+another model, or of the same one with other weights or settings, are never taken for its own.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import weakref
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from tutti_core import ConfigError
+from tutti_sglang.fingerprint import weights_fingerprint
+from tutti_sglang.options import Options
+
+logger = logging.getLogger("tutti.sglang")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelIdentity:
+    """The fields of a namespace that every pool of a served model has in common."""
+
+    name: str
+    weights: str
+    extra: Mapping[str, str]
+
+
+class Switchable(Protocol):
+    """Something attached to the served model that must stop when its weights change."""
+
+    def switch_off(self, reason: str) -> None:
+        """Answer "not stored" to everything from now on."""
+        ...
+
+
+_attached: weakref.WeakSet[Any] = weakref.WeakSet()
+_weights_changed = threading.Event()
+
+
+def watch_weights(attached: Switchable) -> None:
+    """Switch `attached` off when the weights change; it is not kept alive by this."""
+    _attached.add(attached)
+
+
+def note_weights_change() -> None:
+    """The weights of this process's model are about to change: what is stored is not theirs.
+
+    Everything attached answers "not stored" from now on, and a later attach must name the new
+    weights in the option `weights`: the files that the server was started with do not tell them.
+    """
+    _weights_changed.set()
+    for attached in list(_attached):
+        attached.switch_off("the weights changed while the server runs")
+
+
+def model_identity(name: str | None, options: Options) -> ModelIdentity:
+    """Return the identity of the model that this process serves.
+
+    Raises
+        ConfigError: the weights changed while the server runs and `weights` does not name them.
+    Cost       reads a sample of each weight file; see `fingerprint`.
+    """
+    server = _server_args()
+    settings = ("dtype", "quantization", "json_model_override_args")
+    extra = {f"model_{key}": str(getattr(server, key, None)) for key in settings}
+    if options.tenant:
+        extra["tenant"] = options.tenant
+    return ModelIdentity(name or "", options.weights or _fingerprint(server), extra)
+
+
+def _server_args() -> Any:
+    """The arguments the server was started with, or None outside a server."""
+    try:
+        from sglang.srt.runtime_context import get_server_args
+
+        return get_server_args()
+    except Exception:
+        return None
+
+
+def _fingerprint(server: Any) -> str:
+    """Fingerprint of the served weights; where they cannot be found, their name and revision."""
+    if _weights_changed.is_set():
+        raise ConfigError(
+            "weights: they were changed while this server runs, so its files do not tell them",
+            hint="set the option `weights` to something that changes with them",
+        )
+    model_path = str(getattr(server, "model_path", "") or "")
+    revision = getattr(server, "revision", None)
+    named = f"unread: {model_path} {revision or ''}"
+    try:
+        folder = _model_folder(model_path, revision)
+        return named if folder is None else weights_fingerprint(folder, revision)
+    except OSError as error:
+        logger.warning(
+            "tutti: the weights of %s cannot be read (%s); set the option `weights` to something "
+            "that changes with them",
+            model_path,
+            error,
+        )
+        return named
+
+
+def _model_folder(model_path: str, revision: str | None) -> Path | None:
+    """Where the model's files are on this machine, if they are."""
+    if not model_path:
+        return None
+    folder = Path(model_path)
+    if folder.is_dir():
+        return folder
+    try:
+        from huggingface_hub import snapshot_download
+
+        return Path(snapshot_download(model_path, revision=revision, local_files_only=True))
+    except Exception as error:
+        raise OSError(f"{type(error).__name__}: {error}") from error
