@@ -19,7 +19,9 @@ from tutti_core import (
     LoadTicket,
     NamespaceStore,
     PageKeys,
+    PartsLoad,
     PrefixStore,
+    Reading,
     SaveTicket,
     StoreConfig,
 )
@@ -109,13 +111,21 @@ class Client:
         """Load pages, check each byte, and return which were hits."""
         count = len(keys) - first
         memory = bytearray(b"\x5a" * (count * self.size))
-        loaded = finish(self.pages.load(keys, memory, first)).tolist()
+        loaded = finish(self.begin_load(keys, memory, first)).tolist()
         for i, (key, good) in enumerate(zip(list(keys)[first:], loaded, strict=True)):
             if self.trusting:
                 self.oracle.save(self.name, key, page_bytes(0, key, self.size))
             data = memory[i * self.size : (i + 1) * self.size]
             self.oracle.check_load(self.name, key, bytes(data) if good else None)
         return loaded
+
+    def begin_load(
+        self, keys: PageKeys, memory: bytearray, first: int = 0
+    ) -> LoadTicket | PartsLoad:
+        """Start a load, in parts where the namespace has them; for `finish`."""
+        if self.pages.namespace.parts:
+            return self.pages.load_parts(keys, memory, first)
+        return self.pages.load(keys, memory, first)
 
     def match(self, keys: PageKeys, first: int = 0) -> int:
         """Length of the stored prefix in pages."""
@@ -126,12 +136,44 @@ class Client:
         return self.pages.contains(keys, first).tolist()
 
 
-def finish(ticket: LoadTicket | SaveTicket) -> npt.NDArray[np.bool_]:
+def finish(ticket: LoadTicket | SaveTicket | PartsLoad) -> npt.NDArray[np.bool_]:
     """Wait for a ticket; a device that is slow by some polls answers "not yet" a few times."""
+    if isinstance(ticket, PartsLoad):
+        return load_in_parts(ticket)
     for _ in range(20):
         with contextlib.suppress(BusyError):
             return ticket.wait(60)
     raise AssertionError("the transfer does not end")
+
+
+def load_in_parts(load: PartsLoad) -> npt.NDArray[np.bool_]:
+    """Read all parts, two ahead of the one that is waited for; one bool a page."""
+    good = load.found.copy()
+    flying: list[Reading] = []
+    for part in range(load.part_count):
+        if len(flying) == 2:
+            good &= finish_part(load, flying.pop(0))
+        flying.append(start_part(load, part))
+    for reading in flying:
+        good &= finish_part(load, reading)
+    load.end()
+    return good
+
+
+def start_part(load: PartsLoad, part: int, **options: Any) -> Reading:
+    """Start a part; devices that are busy for some calls refuse it a few times."""
+    for _ in range(20):
+        with contextlib.suppress(BusyError):
+            return load.start(part, **options)
+    raise AssertionError("the part cannot be started")
+
+
+def finish_part(load: PartsLoad, reading: Reading) -> npt.NDArray[np.bool_]:
+    """Wait for a part, several times if need be."""
+    for _ in range(20):
+        with contextlib.suppress(BusyError):
+            return load.finish(reading, 60)
+    raise AssertionError("the part does not arrive")
 
 
 def client(store: PrefixStore, oracle: Oracle | None = None, **fields: Any) -> Client:

@@ -23,11 +23,23 @@ from tutti_core.errors import (
 )
 from tutti_core.geometry import Memory, PageFragments, as_memory, page_fragments
 from tutti_core.keys import Namespace, PageKeys
+from tutti_core.layers import (
+    LayerLoadError,
+    LayerRead,
+    LayerReader,
+    LayerSink,
+    Stager,
+    StagingSpace,
+    group_layers,
+)
 from tutti_core.store import (
+    Hold,
     LoadTicket,
     Match,
     NamespaceStore,
+    PartsLoad,
     PrefixStore,
+    Reading,
     SaveTicket,
     StoreStats,
     TierStats,
@@ -38,7 +50,12 @@ __all__ = [
     "ConfigError",
     "CorruptionError",
     "DeviceError",
+    "Hold",
     "InternalError",
+    "LayerLoadError",
+    "LayerRead",
+    "LayerReader",
+    "LayerSink",
     "LoadTicket",
     "Match",
     "Memory",
@@ -46,8 +63,12 @@ __all__ = [
     "NamespaceStore",
     "PageFragments",
     "PageKeys",
+    "PartsLoad",
     "PrefixStore",
+    "Reading",
     "SaveTicket",
+    "Stager",
+    "StagingSpace",
     "StoreClosedError",
     "StoreConfig",
     "StoreFullError",
@@ -56,5 +77,6 @@ __all__ = [
     "TuttiError",
     "UnsupportedError",
     "as_memory",
+    "group_layers",
     "page_fragments",
 ]

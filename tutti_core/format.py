@@ -1,4 +1,4 @@
-"""The bytes that outlive a process, and nothing else: superblock, record, segment entry.
+"""The bytes that outlive a process, and nothing else: superblock, record, segment entry, header.
 
 Shared by readers and writers. `docs/format.md` is the grammar with a worked example;
 `tests/format` holds golden bytes that must decode for ever. A change here raises FORMAT_VERSION.
@@ -8,14 +8,17 @@ All integers are little-endian, but for database keys, which are big-endian so t
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import xxhash
 
 from tutti_core.errors import ConfigError, CorruptionError, UnsupportedError
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
+"""2 added pages that are stored in parts; a store of version 1 stays one and holds none."""
+READABLE_VERSIONS = (1, 2)
+PARTS_VERSION = 2
 POOL_MAGIC = b"TUTTIPOL"
 SUPERBLOCK_BYTES = 4096
 DATA_OFFSET_BYTES = 1 << 20
@@ -56,12 +59,13 @@ class Superblock:
     segment_bytes: int
     segment_count: int
     data_offset_bytes: int = DATA_OFFSET_BYTES
+    version: int = FORMAT_VERSION
 
     def encode(self) -> bytes:
         """The 4,096 bytes of this superblock."""
         head = _SUPERBLOCK.pack(
             POOL_MAGIC,
-            FORMAT_VERSION,
+            self.version,
             0,
             self.store_id,
             self.secret,
@@ -91,10 +95,10 @@ class Superblock:
             )
         fields = _SUPERBLOCK.unpack_from(data)
         version, flags = fields[1], fields[2]
-        if version != FORMAT_VERSION or flags:
+        if version not in READABLE_VERSIONS or flags:
             raise UnsupportedError(
                 f"{where} has format version {version} (flags {flags}); this Tutti reads "
-                f"version {FORMAT_VERSION}",
+                f"versions {', '.join(map(str, READABLE_VERSIONS))}",
                 device=where,
                 hint="use the Tutti that wrote it, or another path",
             )
@@ -108,7 +112,7 @@ class Superblock:
                 scope="device",
                 hint="`tutti init --discard` makes the store anew and forgets its pages",
             )
-        return cls(*fields[3:])
+        return replace(cls(*fields[3:]), version=version)
 
 
 RECORD = np.dtype(
@@ -132,9 +136,9 @@ offset size field
 48     16   record key of the parent page; zeros for a first page, ff bytes for an unknown parent
 64     4    segment
 68     4    slot within the segment
-72     4    payload length in bytes
+72     4    stored length in bytes
 76     4    low half of XXH3-64 of the record with this field zero
-80     8    XXH3-64 of the payload
+80     8    XXH3-64 of the stored bytes; of a page in parts, of its header and its part 0
 88     8    generation: unique and rising over all puts of the store
 """
 RECORD_BYTES = RECORD.itemsize
@@ -160,6 +164,33 @@ def record_is_sound(raw: bytes) -> bool:
     (check,) = struct.unpack_from("<I", raw, _CHECK_AT)
     return bool(xxhash.xxh3_64_intdigest(blank) & 0xFFFFFFFF == check)
 
+
+PART_HEADER_BYTES = 4096
+PARTS_MAX = 504
+PART_MAGIC = b"TUTTIPRT"
+PART_HEADER = np.dtype(
+    [
+        ("magic", "V8"),
+        ("parts", "<u4"),
+        ("reserved", "<u4"),
+        ("page_key", "V32"),
+        ("namespace", "V16"),
+        ("checksum", "<u8", (PARTS_MAX,)),
+    ]
+)
+"""First block of a page that is stored in parts; the parts follow, each padded to whole blocks.
+
+offset size  field
+0      8     magic "TUTTIPRT"
+8      4     number of parts
+12     4     zeros
+16     32    page key, zero-padded when it is shorter
+48     16    namespace digest
+64     4032  XXH3-64 of each part without its padding; zeros behind the last
+
+The record's checksum covers this block and part 0, so whoever has read part 0 can check the rest.
+"""
+assert PART_HEADER.itemsize == PART_HEADER_BYTES
 
 _SEGMENT = struct.Struct("<IIII")
 SEGMENT_BYTES = _SEGMENT.size

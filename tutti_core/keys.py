@@ -18,11 +18,14 @@ import numpy.typing as npt
 
 from tutti_core import hashing
 from tutti_core.errors import ConfigError
-from tutti_core.format import FORMAT_VERSION
+from tutti_core.format import PARTS_MAX
 
 KEY_WIDTH_MAX_BYTES = 32
 CHAIN_WIDTH_BYTES = hashing.DIGEST_BYTES
-PAGE_MAX_BYTES = (1 << 32) - 4096
+PAGE_MAX_BYTES = (1 << 32) - (8 << 20)
+"""Room is left for what is stored with a page: a header, and padding of each part."""
+NAMESPACE_VERSION = 1
+"""Part of every digest: a change makes all stored pages those of other namespaces."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +42,8 @@ class Namespace:
     pool          pool class: "kv", "mamba", …
     key_bytes     width of a page key, 16 (standalone chain) to 32 (SHA-256).
     extra         anything else that tells pages apart.
+    parts         lengths of the parts of a page that can be read one by one, in the order in which
+                  they are needed; none: a page is read whole. Their sum is `page_bytes`.
     """
 
     model: str
@@ -51,6 +56,7 @@ class Namespace:
     pool: str = "kv"
     key_bytes: int = CHAIN_WIDTH_BYTES
     extra: Mapping[str, str] = field(default_factory=dict)
+    parts: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if not 0 < self.page_bytes <= PAGE_MAX_BYTES:
@@ -61,11 +67,25 @@ class Namespace:
             raise ConfigError(f"page_tokens = {self.page_tokens} must be at least 1")
         if not 16 <= self.key_bytes <= KEY_WIDTH_MAX_BYTES:
             raise ConfigError(f"key_bytes = {self.key_bytes} must be 16 to {KEY_WIDTH_MAX_BYTES}")
+        self._check_parts()
+
+    def _check_parts(self) -> None:
+        if len(self.parts) > PARTS_MAX:
+            raise ConfigError(f"parts: {len(self.parts)} of them, at most {PARTS_MAX}")
+        if self.parts and (min(self.parts) < 1 or sum(self.parts) != self.page_bytes):
+            raise ConfigError(
+                f"parts: {len(self.parts)} of together {sum(self.parts)} bytes are not a page of "
+                f"{self.page_bytes} bytes",
+                hint="each is at least 1 byte, and their sum is page_bytes",
+            )
 
     def describe(self) -> dict[str, Any]:
-        """The fields as JSON-able values, with the format version."""
+        """The fields as JSON-able values, with the version; `parts` only where there are any."""
         values = {f.name: getattr(self, f.name) for f in fields(self)}
-        return {**values, "extra": dict(sorted(self.extra.items())), "format": FORMAT_VERSION}
+        parts = values.pop("parts")
+        if parts:
+            values["parts"] = list(parts)
+        return {**values, "extra": dict(sorted(self.extra.items())), "format": NAMESPACE_VERSION}
 
     def canonical(self) -> bytes:
         """One byte string for each distinct namespace: sorted JSON, nothing escaped away."""

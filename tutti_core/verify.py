@@ -29,7 +29,7 @@ from tutti_core.config import StoreConfig
 from tutti_core.errors import BusyError, ConfigError, CorruptionError, device_error
 from tutti_core.format import (
     DATA_OFFSET_BYTES,
-    FORMAT_VERSION,
+    PARTS_MAX,
     RECORD,
     RECORD_BYTES,
     SegmentEntry,
@@ -40,6 +40,7 @@ from tutti_core.index.catalog import RECORD_KEY_BYTES, Records, page_keys_of
 from tutti_core.io.select import TransportName, open_transport
 from tutti_core.io.transport import BLOCK_BYTES, Batch, Op, Transport, TransportOptions
 from tutti_core.tiers.lease import held_leases
+from tutti_core.tiers.parts import PartLayout, layout_of_parts
 from tutti_core.tiers.pools import Layout, catalog_folder, inspect_pools, lease_folder, pool_file
 
 CHUNK = 4096
@@ -243,7 +244,7 @@ def describe_store(path: Path, pools: tuple[Path, ...] = ()) -> tuple[StoreFacts
     facts = StoreFacts(
         path=str(path),
         store_id=layout.store_id.hex(),
-        format_version=FORMAT_VERSION,
+        format_version=layout.version,
         pools=[str(file) for file in layout.paths],
         pool_bytes=layout.segment_count * layout.segment_bytes,
         segment_bytes=layout.segment_bytes,
@@ -488,7 +489,7 @@ class _Check:
         for digest in np.unique(records["namespace"]):
             mine = np.flatnonzero(records["namespace"] == digest)
             fields = _fields(view.get("namespaces", digest.tobytes()))
-            width, size = fields.get("key_bytes"), fields.get("page_bytes")
+            width, size = fields.get("key_bytes"), _stored_bytes(fields)
             if not isinstance(width, int) or not 1 <= width <= 32:
                 for i in mine:
                     self._found("namespace", self._where(keys[i], records[i]))
@@ -559,10 +560,10 @@ class _Check:
 
     def _check_payloads(self, keys: list[bytes], records: Records) -> None:
         device, offset = self._places(records)
-        status, checksum = self._payloads.read(device, offset, records["length_bytes"])
+        status, sound = self._payloads.read(device, offset, records, self._part_layouts(records))
         self.report.payloads += len(records)
         self.report.payload_bytes += int(records["length_bytes"].sum())
-        bad = np.flatnonzero((status != 0) | (checksum != records["checksum"]))
+        bad = np.flatnonzero((status != 0) | ~sound)
         for i in bad:
             with self._catalog.view() as view:
                 now = view.get("records", keys[i])
@@ -575,6 +576,18 @@ class _Check:
                 self._found("read", f"{where}: errno {-status[i]}")
             else:
                 self._found("payload", where)
+
+    def _part_layouts(self, records: Records) -> list[tuple[npt.NDArray[np.bool_], PartLayout]]:
+        """Which of the records are of pages in parts, and how those are laid out."""
+        layouts = []
+        for digest in np.unique(records["namespace"]):
+            with self._catalog.view() as view:
+                fields = _fields(view.get("namespaces", digest.tobytes()))
+            if parts := layout_of_parts(_parts_of(fields)):
+                mine = records["namespace"] == digest
+                mine &= records["length_bytes"] == parts.stored_bytes
+                layouts.append((mine, parts))
+        return layouts
 
     def _places(self, records: Records) -> tuple[npt.NDArray[np.uint32], npt.NDArray[np.uint64]]:
         segment = records["segment"].astype(np.uint64)
@@ -603,39 +616,48 @@ class _Payloads:
         self,
         device: npt.NDArray[np.uint32],
         offset: npt.NDArray[np.uint64],
-        length: npt.NDArray[np.uint32],
-    ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.uint64]]:
-        """Status and checksum of each page."""
+        records: Records,
+        layouts: list[tuple[npt.NDArray[np.bool_], PartLayout]],
+    ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.bool_]]:
+        """Status of each page, and whether its bytes agree with its record."""
+        length = records["length_bytes"]
         status = np.full(len(device), -110, dtype=np.int32)  # ETIMEDOUT unless an answer comes
-        checksum = np.zeros(len(device), dtype=np.uint64)
+        sound = np.zeros(len(device), dtype=np.bool_)
         sizes = -(-length.astype(np.int64) // BLOCK_BYTES) * BLOCK_BYTES
         window = self._window_bytes(int(sizes.max(initial=0)))
-        flying: list[tuple[slice, int]] = []
+        flying: list[tuple[slice, npt.NDArray[np.uint64], int]] = []
         first = turn = 0
         while first < len(device) or flying:
             if len(flying) == 2 or first == len(device):
-                part, ticket = flying.pop(0)
+                part, address, ticket = flying.pop(0)
                 result = self._reader.wait(ticket, READ_TIMEOUT_S)
                 if result is None:
                     raise BusyError(f"a read is not finished after {READ_TIMEOUT_S:.0f} s")
-                status[part], checksum[part] = result.status, result.checksum
+                status[part] = result.status
+                sound[part] = result.checksum == records["checksum"][part]
+                for mine, parts in layouts:
+                    chosen = np.flatnonzero(mine[part])
+                    if len(chosen):
+                        expected = records["checksum"][part][chosen]
+                        sound[part.start + chosen] = parts.sound(address[chosen], expected)
                 continue
             ends = np.cumsum(sizes[first:])
             count = int(np.searchsorted(ends, window, side="right"))
             part = slice(first, first + count)
             start = self._base + turn % 2 * window
+            address = (start + ends[:count] - sizes[part]).astype(np.uint64)
             batch = Batch(
                 op=Op.READ,
                 device=np.ascontiguousarray(device[part]),
                 offset_bytes=np.ascontiguousarray(offset[part]),
                 fragment_start=np.arange(count + 1, dtype=np.uint32),
-                address=(start + ends[:count] - sizes[part]).astype(np.uint64),
+                address=address,
                 length_bytes=length[part].astype(np.uint64),
                 checksum=True,
             )
-            flying.append((part, self._reader.submit(batch)))
+            flying.append((part, address, self._reader.submit(batch)))
             first, turn = first + count, turn + 1
-        return status, checksum
+        return status, sound
 
     def _window_bytes(self, page_bytes: int) -> int:
         """Make the windows large enough for a page; returns the size of one."""
@@ -651,6 +673,19 @@ class _Payloads:
 
 def _slot_key(record: np.void) -> bytes:
     return int(record["segment"]).to_bytes(4, "big") + int(record["slot"]).to_bytes(4, "big")
+
+
+def _parts_of(fields: dict[str, Any]) -> list[int]:
+    """Lengths of the parts that a description names; none where there are none, or nonsense."""
+    parts = fields.get("parts", [])
+    known = isinstance(parts, list) and len(parts) <= PARTS_MAX
+    return parts if known and all(isinstance(n, int) and n > 0 for n in parts) else []
+
+
+def _stored_bytes(fields: dict[str, Any]) -> Any:
+    """The length that records of a described namespace have."""
+    parts = layout_of_parts(_parts_of(fields))
+    return fields.get("page_bytes") if parts is None else parts.stored_bytes
 
 
 def _is_description(description: bytes) -> bool:

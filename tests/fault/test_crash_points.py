@@ -17,7 +17,11 @@ from store_kit import PAGE, Client, chain, check_space, client, memory_devices, 
 from tutti_core import PageKeys, PrefixStore
 from tutti_core.testing import FaultyDevices, Oracle
 
-SPACES = ({"model": "a"}, {"model": "b", "page_bytes": 3 * PAGE - 7})
+SPACES = (
+    {"model": "a"},
+    {"model": "b", "page_bytes": 3 * PAGE - 7},
+    {"model": "c", "page_bytes": PAGE + 9, "parts": (9, PAGE)},
+)
 WORDS = ("aaaa", "aab", "abab", "b", "bbbbbbb", "abc", "cab", "aaaabb")
 
 
@@ -42,7 +46,7 @@ def play(seed: int, config, devices: FaultyDevices, steps: int, clears: bool) ->
         store.wait_restored(20)
         clients = [client(store, run.oracle, **fields) for fields in SPACES]
         for step in range(steps):
-            space, word, roll = rng.randrange(2), rng.choice(WORDS), rng.random()
+            space, word, roll = rng.randrange(len(SPACES)), rng.choice(WORDS), rng.random()
             if roll < 0.65:
                 stored = clients[space].save(chain(*word), seed=step)
                 run.stored |= {
@@ -87,11 +91,11 @@ def judge(run: Run, config, devices: FaultyDevices, durable: bool) -> None:
 
 def use_again(clients: list[Client]) -> None:
     """The store still works: everything can be saved and loaded, and all space is to be had."""
-    for pages, word in zip(clients, ("bbbbbbb", "aaaa"), strict=True):
+    for pages, word in zip(clients, ("bbbbbbb", "aaaa", "ab"), strict=True):
         assert all(pages.save(chain(*word), seed=99)), "the store is not usable any more"
         assert all(pages.load(chain(*word)))
-    clients[0].pages.clear()
-    clients[1].pages.clear()
+    for pages in clients:
+        pages.pages.clear()
     keys = PageKeys(b"".join(bytes([i]) * 16 for i in range(16)), 16)
     assert all(clients[0].save(keys)), "space was lost"
     assert all(clients[0].load(keys))

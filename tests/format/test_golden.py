@@ -1,4 +1,4 @@
-"""Bytes of format version 1. They must decode, and encode to the same bytes, for ever.
+"""Bytes of format versions 1 and 2. They must decode, and encode to the same bytes, for ever.
 
 A change that makes one of these tests fail loses every store that exists. It needs a new format
 version, and golden bytes of its own beside these.
@@ -6,13 +6,22 @@ version, and golden bytes of its own beside these.
 
 from __future__ import annotations
 
+import ctypes
 import struct
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import xxhash
 
-from tutti_core import ConfigError, CorruptionError, Namespace, UnsupportedError, hashing
+from tutti_core import (
+    ConfigError,
+    CorruptionError,
+    Namespace,
+    PageFragments,
+    UnsupportedError,
+    hashing,
+)
 from tutti_core import format as layout
 from tutti_core.format import (
     RECORD,
@@ -23,8 +32,9 @@ from tutti_core.format import (
     slot_key,
 )
 from tutti_core.keys import encode_salt
+from tutti_core.tiers.parts import PartLayout
 
-SUPERBLOCK = Superblock(bytes(range(16)), bytes(range(16, 32)), 1, 3, 64 << 20, 1234)
+SUPERBLOCK = Superblock(bytes(range(16)), bytes(range(16, 32)), 1, 3, 64 << 20, 1234, version=1)
 SUPERBLOCK_HEAD = bytes.fromhex(
     "5455545449504f4c"  # TUTTIPOL
     "0100000000000000"  # format version, flags
@@ -36,6 +46,7 @@ SUPERBLOCK_HEAD = bytes.fromhex(
     "0000100000000000"  # offset of segment 0
 )
 SUPERBLOCK_CHECK = bytes.fromhex("edbff77c46505538")
+SUPERBLOCK_2_CHECK = bytes.fromhex("36be4e10fe95972c")
 
 RECORD_BYTES = bytes.fromhex(
     "000102030405060708090a0b0c0d0e0f101112131415161718191a1b1c1d1e1f"  # page key
@@ -56,7 +67,8 @@ DIGEST = bytes.fromhex("8d219a5980808d682beb23836e450da2")
 
 
 def test_constants() -> None:
-    assert layout.FORMAT_VERSION == 1
+    assert (layout.FORMAT_VERSION, layout.READABLE_VERSIONS) == (2, (1, 2))
+    assert (layout.PART_HEADER_BYTES, layout.PARTS_MAX) == (4096, 504)
     assert (layout.SUPERBLOCK_BYTES, layout.DATA_OFFSET_BYTES) == (4096, 1 << 20)
     assert layout.ROOT_PARENT == bytes(16) and layout.UNKNOWN_PARENT == b"\xff" * 16
     assert (layout.RECORD_BYTES, layout.SEGMENT_BYTES) == (96, 16)
@@ -67,6 +79,13 @@ def test_superblock() -> None:
     assert SUPERBLOCK.encode() == golden
     assert Superblock.decode(golden, "pool") == SUPERBLOCK
     assert Superblock.decode(golden + b"more of the file", "pool") == SUPERBLOCK
+
+
+def test_superblock_of_version_2() -> None:
+    head = SUPERBLOCK_HEAD[:8] + b"\2" + SUPERBLOCK_HEAD[9:]
+    golden = head.ljust(4088, b"\0") + SUPERBLOCK_2_CHECK
+    assert replace(SUPERBLOCK, version=2).encode() == golden
+    assert Superblock.decode(golden, "pool") == replace(SUPERBLOCK, version=2)
 
 
 @pytest.mark.parametrize("bit", range(0, 4096 * 8, 517))
@@ -80,8 +99,8 @@ def test_a_superblock_with_a_flipped_bit_is_never_believed(bit: int) -> None:
 
 def test_a_newer_superblock_is_told_apart_from_a_damaged_one() -> None:
     data = bytearray(SUPERBLOCK.encode())
-    struct.pack_into("<I", data, 8, 2)
-    with pytest.raises(UnsupportedError, match="version 2"):  # whatever its check says
+    struct.pack_into("<I", data, 8, 3)
+    with pytest.raises(UnsupportedError, match="version 3"):  # whatever its check says
         Superblock.decode(bytes(data), "pool")
 
 
@@ -121,6 +140,30 @@ def test_segment_entry() -> None:
     for bad in (b"", golden[:15], golden + b"\0", bytes(16)):
         with pytest.raises(CorruptionError):
             SegmentEntry.decode(bad)
+
+
+def test_page_in_parts() -> None:
+    """Two parts of 3 and 5,000 bytes: header, then each part padded to whole blocks."""
+    parts = PartLayout((3, 5000))
+    assert (parts.offset_bytes, parts.stored_bytes) == ((4096, 8192), 16384)
+    page = np.frombuffer(b"abc" + b"x" * 5000, dtype=np.uint8)
+    where = np.array([[page.ctypes.data, page.ctypes.data + 3]], dtype=np.uint64)
+    fragments = PageFragments(where, np.array([3, 5000], dtype=np.uint64), page)
+    key = np.arange(20, dtype=np.uint8)[None, :]
+    stored = parts.seal(bytes(range(32, 48)), key, fragments)
+    raw = b"".join(
+        ctypes.string_at(int(a), int(n))
+        for a, n in zip(stored.address[0], stored.length_bytes, strict=True)
+    )
+    header = bytes.fromhex(
+        "5455545449505254"  # TUTTIPRT
+        "0200000000000000"  # parts
+        "000102030405060708090a0b0c0d0e0f10111213000000000000000000000000"  # page key
+        "202122232425262728292a2b2c2d2e2f"  # namespace
+        "50392f89945faf78903deec9cb67858d"  # XXH3-64 of each part
+    ).ljust(4096, b"\0")
+    assert raw == header + b"abc".ljust(4096, b"\0") + (b"x" * 5000).ljust(8192, b"\0")
+    assert parts.record_checksums(stored).tolist() == [xxhash.xxh3_64_intdigest(header + b"abc")]
 
 
 def test_slot_key_sorts_by_segment_and_slot() -> None:

@@ -33,6 +33,7 @@ SPACES = (
     {"model": "b", "page_bytes": PAGE},
     {"model": "c", "page_bytes": 3 * PAGE - 5},
     {"model": "d", "page_bytes": 100, "key_bytes": 32},
+    {"model": "e", "page_bytes": 5000, "parts": (4, 4096, 900)},
 )
 
 

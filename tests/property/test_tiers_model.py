@@ -39,7 +39,11 @@ from tutti_core.tiers.memory import MemoryTier
 from tutti_core.tiers.mover import Mover
 from tutti_core.tiers.stack import TierStack
 
-SPACES: tuple[dict[str, Any], ...] = ({"model": "a"}, {"model": "b", "page_bytes": 2 * PAGE - 5})
+SPACES: tuple[dict[str, Any], ...] = (
+    {"model": "a"},
+    {"model": "b", "page_bytes": 2 * PAGE - 5},
+    {"model": "c", "page_bytes": 3000, "parts": (3000,)},
+)
 
 
 class History:
@@ -139,7 +143,7 @@ class History:
                 self.oracle.save(self.clients[space].name, key, page)
             tickets.append(pages.save(keys, b"".join(payload)))
             target = bytearray(len(keys) * size)
-            loads.append((keys, target, pages.load(keys, target)))
+            loads.append((keys, target, self.clients[space].begin_load(keys, target)))
             if cancelled and at % 2:
                 tickets[-1].cancel()
         for keys, target, ticket in loads:

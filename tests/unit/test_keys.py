@@ -20,6 +20,7 @@ OTHERS = {
     "pool": "mamba",
     "key_bytes": 32,
     "extra": {"a": "b"},
+    "parts": (96, 4000),
 }
 
 

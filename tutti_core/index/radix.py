@@ -115,6 +115,12 @@ class Locations:
         """Some of the entries, as copies."""
         return Locations(self.slot[index], self.checksum[index], self.generation[index])
 
+    def put(self, index: npt.NDArray[np.intp], entries: Locations) -> None:
+        """Replace some of the entries."""
+        self.slot[index] = entries.slot
+        self.checksum[index] = entries.checksum
+        self.generation[index] = entries.generation
+
     def padded(self, count: int) -> Locations:
         """These, and `count` more pages that are not stored."""
         rest = Locations.absent(count)

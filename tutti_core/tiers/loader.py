@@ -26,11 +26,13 @@ from tutti_core.tiers.copier import Copy
 from tutti_core.tiers.manager import Entry, Manager
 from tutti_core.tiers.memory import MemoryTier
 from tutti_core.tiers.mover import LoadGate
+from tutti_core.tiers.parts_load import PartsLoad
 from tutti_core.tiers.saver import DropJob, Saver, page_batch
-from tutti_core.tiers.stack import TierStack
+from tutti_core.tiers.stack import Hit, TierStack
 
 logger = logging.getLogger("tutti")
 
+U64 = npt.NDArray[np.uint64]
 Indices = npt.NDArray[np.intp]
 Mask = npt.NDArray[np.bool_]
 
@@ -142,6 +144,7 @@ class LoadTicket:
                 transfer.started,
             )
             self._loaded[transfer.pages] = good
+            self._loader.count("loaded_pages", int(np.count_nonzero(good)))
         finally:
             self._transfer = None
             self._ended = not self._copies
@@ -175,10 +178,11 @@ class Loader:
         self.saver: Saver
         self._manager = manager
         self._gate = gate
-        self._verify = verify
+        self.verify = verify
         self._stack = stack
         self._lock = threading.Lock()
         self._loads: set[LoadTicket] = set()  # keeps their memory alive until they end
+        self._parts_loads: set[PartsLoad] = set()
 
     def start(self, entry: Entry, keys: PageKeys, first: int, memory: PageFragments) -> LoadTicket:
         """Start loading the pages from `first` on; returns at once."""
@@ -192,6 +196,34 @@ class Loader:
             with self._lock:
                 self._loads.add(ticket)
         return ticket
+
+    def start_parts(
+        self, entry: Entry, keys: PageKeys, first: int, memory: PageFragments | None
+    ) -> PartsLoad:
+        """Find the pages from `first` on, for reading them part by part; reads nothing yet."""
+        count = len(keys) - first
+        started = self._manager.begin_load()
+        hits: list[Hit] = []
+        try:
+            if self._stack is None:
+                where = self._manager.locate(entry, keys.data, first, keys.rooted)
+            else:
+                hits, wanted = self._stack.take(entry, keys.data, first, keys.rooted)
+                where = Locations.absent(count)
+                if wanted.any():
+                    pages, found = self._locate_wanted(entry, keys, first, wanted)
+                    where.put(pages, found)
+                self._stack.take_again(entry, keys.data, first, keys.rooted, wanted, hits)
+        except BaseException:
+            if self._stack is not None:
+                self._stack.give_back(hits)
+            self._manager.end_load(started)
+            raise
+        load = PartsLoad(self, entry, keys, first, where, hits, started, memory)
+        self.count("missed_pages", count - int(np.count_nonzero(load.found)))
+        with self._lock:
+            self._parts_loads.add(load)
+        return load
 
     def sweep(self) -> None:
         """Collect loads that have ended but that nobody waited for."""
@@ -208,6 +240,10 @@ class Loader:
         for ticket in self.in_flight():
             left_s = max(deadline_s - time.monotonic(), 0.0)
             ticket._advance(left_s, left_s)
+        with self._lock:
+            unfinished = list(self._parts_loads)
+        for load in unfinished:
+            load.abandon(deadline_s)
 
     # ---- starting ----
     def _load_from_all(
@@ -259,8 +295,8 @@ class Loader:
                 return
             device, offset = self._manager.extents(where.slot, entry.slot_bytes)
             memory = memory.select(present)
-            batch = page_batch(Op.READ, device, offset, memory, len(present), self._verify)
-            transfer = self._submit(batch)
+            batch = page_batch(Op.READ, device, offset, memory, len(present), self.verify)
+            transfer = self.submit(batch)
         except BaseException:
             self._manager.end_load(started)
             raise
@@ -280,7 +316,7 @@ class Loader:
         wanted[index + (low - first)] = False
         return index + (low - first), where.select(index)
 
-    def _submit(self, batch: Batch) -> int | None:
+    def submit(self, batch: Batch) -> int | None:
         """Start a batch; None when too many are in flight even after collecting finished ones."""
         self._gate.begin()
         try:
@@ -296,16 +332,34 @@ class Loader:
             self._gate.end()
             raise
 
+    def extents(self, entry: Entry, where: Locations) -> tuple[npt.NDArray[np.uint32], U64]:
+        """Device and byte offset of pages."""
+        return self._manager.extents(where.slot, entry.slot_bytes)
+
     # ---- ending ----
     def forget(self, ticket: LoadTicket) -> None:
         """All parts of a load have ended."""
         with self._lock:
             self._loads.discard(ticket)
 
+    def forget_parts(self, load: PartsLoad, started: int) -> None:
+        """A load in parts reads nothing any more."""
+        self._manager.end_load(started)
+        with self._lock:
+            self._parts_loads.discard(load)
+
     def end_read(self, started: int) -> None:
         """A load does not use the devices any more."""
         self._manager.end_load(started)
         self._gate.end()
+
+    def end_batch(self) -> None:
+        """A batch that `submit` started has ended."""
+        self._gate.end()
+
+    def count(self, name: str, amount: int) -> None:
+        """Add to a counter of the store."""
+        self._manager.count(name, amount)
 
     def arrived(
         self, entry: Entry, keys: PageKeys, first: int, pages: Indices, tier: MemoryTier | None
@@ -323,22 +377,34 @@ class Loader:
         where: Locations,
         result: BatchResult,
         started: int,
+        confirm_all: bool = True,
     ) -> Mask:
-        """Which pages of a finished read are good; the others are forgotten."""
+        """Which pages of a finished read are good; the others are forgotten.
+
+        Parameters
+            where: with the checksums that the bytes must have.
+            confirm_all: see that the records are still there also of pages whose bytes are right.
+        """
         count = self._manager.count
         read = result.status == 0
         good = read.copy()
-        if self._verify:
+        if self.verify:
             good &= result.checksum == where.checksum
         index = pages + first
-        valid = self._manager.still_there(entry, keys.data, index, where, started)
+        valid = np.ones(len(pages), dtype=np.bool_)
+        doubtful = (
+            np.flatnonzero(~good) if self.verify and not confirm_all else np.arange(len(good))
+        )
+        if len(doubtful):
+            valid[doubtful] = self._manager.still_there(
+                entry, keys.data, index[doubtful], where.select(doubtful), started
+            )
         count("read_errors", int(np.count_nonzero(~read)))
         count("checksum_errors", int(np.count_nonzero(read & ~good & valid)))
         bad = np.flatnonzero(~(good & valid) & ~np.isin(result.status, _NOT_THE_PAGE))
         if len(bad):
             self._drop(entry, keys, index[bad], where.select(bad), valid[bad])
         good &= valid
-        count("loaded_pages", int(np.count_nonzero(good)))
         return np.asarray(good, dtype=np.bool_)
 
     def _drop(

@@ -18,16 +18,24 @@ import math
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from tutti_core import hashing
-from tutti_core.errors import DISK_FULL, ConfigError, DeviceError, StoreClosedError, StoreFullError
-from tutti_core.format import DATA_OFFSET_BYTES
+from tutti_core.errors import (
+    DISK_FULL,
+    ConfigError,
+    DeviceError,
+    StoreClosedError,
+    StoreFullError,
+    UnsupportedError,
+)
+from tutti_core.format import DATA_OFFSET_BYTES, PARTS_VERSION
 from tutti_core.index.catalog import (
     Catalog,
     NewPages,
@@ -47,6 +55,7 @@ from tutti_core.policies.budget import BURSTS_PER_DAY
 from tutti_core.policies.choice import make_policy
 from tutti_core.tiers.lease import Lease
 from tutti_core.tiers.limits import Limits, Rules, expired, expired_loose
+from tutti_core.tiers.parts import PartLayout, layout_of_parts, stored_bytes
 from tutti_core.tiers.pools import Layout
 from tutti_core.tiers.segments import Segments
 from tutti_core.tiers.space import Space
@@ -76,7 +85,10 @@ EXPIRED_PAGES_MAX = 4096
 
 @dataclass(slots=True)
 class Entry:
-    """One namespace in memory."""
+    """One namespace in memory.
+
+    page_bytes  of a page as it is stored, with header and padding where it is stored in parts.
+    """
 
     digest: bytes
     page_bytes: int
@@ -84,6 +96,7 @@ class Entry:
     pages: NamespacePages
     admission: Admission = field(default_factory=lambda: Always(1))
     limits: Limits = field(default_factory=Limits)
+    parts: PartLayout | None = None
     slot_bytes: int = field(init=False)
     expired_at: int = 0
 
@@ -164,10 +177,12 @@ class Manager:
         """The in-memory side of a namespace, registered in the catalog.
 
         Raises
-            ConfigError: a page is more than the write budget ever grants.
+            ConfigError: a page is more than a segment, or than the write budget ever grants.
+            UnsupportedError: pages in parts, in a store that was made before there were any.
         """
-        digest = namespace.digest()
-        slot_bytes = _slot_bytes(namespace.page_bytes)
+        digest, parts = namespace.digest(), layout_of_parts(namespace.parts)
+        slot_bytes = _slot_bytes(stored_bytes(namespace.page_bytes, parts))
+        self._check_fits(namespace, slot_bytes)
         budget = self._budget
         if budget.bytes_per_day is not None and slot_bytes > budget.burst_bytes:
             raise ConfigError(
@@ -177,18 +192,35 @@ class Manager:
             )
         self.catalog.register_namespace(digest, namespace.canonical())
         with self.lock:
-            return self._entry(digest, namespace.page_bytes, namespace.key_bytes)
+            return self._entry(digest, namespace.describe())
 
-    def _entry(self, digest: bytes, page_bytes: int, key_bytes: int) -> Entry:
+    def _check_fits(self, namespace: Namespace, slot_bytes: int) -> None:
+        if slot_bytes > self.layout.segment_bytes:
+            raise ConfigError(
+                f"page_bytes = {namespace.page_bytes} is larger than a segment of "
+                f"{self.layout.segment_bytes} bytes",
+                hint="make a new store with a larger `segment` or capacity",
+            )
+        if namespace.parts and self.layout.version < PARTS_VERSION:
+            raise UnsupportedError(
+                f"the store has format version {self.layout.version}, which has no pages in parts",
+                hint="use another path, or `tutti init --discard`",
+            )
+
+    def _entry(self, digest: bytes, description: Mapping[str, Any]) -> Entry:
+        """The entry of a namespace; `description` as `Namespace.describe` gives it."""
         entry = self._entries.get(digest)
         if entry is None:
-            capacity_pages = self._capacity_pages(page_bytes)
+            parts = layout_of_parts(description.get("parts", ()))
+            page_bytes = stored_bytes(int(description["page_bytes"]), parts)
+            key_bytes = int(description["key_bytes"])
             entry = Entry(
                 digest,
                 page_bytes,
                 key_bytes,
                 self._new_pages(page_bytes, key_bytes),
-                self.rules.make_admission(capacity_pages),
+                self.rules.make_admission(self._capacity_pages(page_bytes)),
+                parts=parts,
             )
             self._entries[digest] = entry
         return entry
@@ -356,6 +388,11 @@ class Manager:
             hit = entry.pages.match(keys, 0, self._tick())
             entry.pages.pin(keys[: hit * entry.key_bytes])
         return hit
+
+    def pin_pages(self, entry: Entry, keys: bytes) -> None:
+        """Count one more pin on each of some pages, stored or not."""
+        with self.lock:
+            entry.pages.pin(keys)
 
     def unpin(self, entry: Entry, keys: bytes) -> None:
         """Take one pin off each page of a chain."""
@@ -565,8 +602,7 @@ class Manager:
             width = int(description["key_bytes"])
             learnt = build_pages(width, record_keys[chosen].tobytes(), records[chosen])
             with self.lock:
-                entry = self._entry(digest, int(description["page_bytes"]), width)
-                entry.pages.absorb(learnt)
+                self._entry(digest, description).pages.absorb(learnt)
 
     # ---- eviction (saver thread) ----
     def _make_room_in_catalog(self, room: _Room, count: int) -> None:
@@ -837,16 +873,17 @@ class Manager:
             self.restored.set()
 
     def _restore_namespace(
-        self, digest: bytes, description: dict[str, int], chunks: list[tuple[bytes, Records]]
+        self, digest: bytes, description: dict[str, Any], chunks: list[tuple[bytes, Records]]
     ) -> None:
         width = int(description["key_bytes"])
         records = np.concatenate([r for _, r in chunks])
-        page_bytes = int(description["page_bytes"])
+        with self.lock:
+            page_bytes = self._entry(digest, description).page_bytes
         policy = make_policy(self.rules.policy, self._capacity_pages(page_bytes))
         restored = build_pages(width, b"".join(k for k, _ in chunks), records, policy)
         restored.opened = self._opened
         with self.lock:
-            entry = self._entry(digest, page_bytes, width)
+            entry = self._entry(digest, description)
             if self._condemned:
                 restored.drop_generations(set(self._condemned))
             restored.absorb(entry.pages)

@@ -531,7 +531,7 @@ class Mover:
         result = self._read(promotion.target, entry, where, memory, slots, started)
         if result is None:
             return
-        good = (result.status == 0) & (result.checksum == where.checksum)
+        good = _arrived(entry, result, where, memory)
         try:
             good &= self._manager.still_there(entry, keys, index, where, started)
         finally:
@@ -566,7 +566,7 @@ class Mover:
     ) -> BatchResult | None:
         """Read pages from the devices; None where there is no result (yet): all is seen to then."""
         device, offset = self._manager.extents(where.slot, entry.slot_bytes)
-        batch = page_batch(Op.READ, device, offset, memory, len(slots), True)
+        batch = page_batch(Op.READ, device, offset, memory, len(slots), entry.parts is None)
         try:
             ticket = self._transport.submit(batch)
         except BusyError:
@@ -661,6 +661,17 @@ class Mover:
                 stuck.tier.cancel(stuck.slots)
                 self._manager.end_load(stuck.started)
         self._stuck = still
+
+
+def _arrived(entry: Entry, result: BatchResult, where: Locations, memory: PageFragments) -> Mask:
+    """Which pages of a finished read are there, whole and right."""
+    good: Mask = result.status == 0
+    if entry.parts is None:
+        good &= result.checksum == where.checksum
+        return good
+    read = np.flatnonzero(good)
+    good[read] = entry.parts.sound(memory.address[read, 0], where.checksum[read])
+    return good
 
 
 def _abandon(tier: MemoryTier, write: Write) -> None:

@@ -45,6 +45,11 @@ class Layout:
         return self.superblocks[0].secret
 
     @property
+    def version(self) -> int:
+        """Format version of the store."""
+        return self.superblocks[0].version
+
+    @property
     def segment_bytes(self) -> int:
         """Size of a segment."""
         return self.superblocks[0].segment_bytes

@@ -373,8 +373,12 @@ class Saver:
         return started
 
     def _submit(self, job: SaveJob, slots: npt.NDArray[np.uint64]) -> _Writing | None:
+        parts = job.entry.parts
         device, offset = self._manager.extents(slots, job.entry.slot_bytes)
-        batch = page_batch(Op.WRITE, device, offset, job.fragments, len(slots), True)
+        batch = page_batch(Op.WRITE, device, offset, job.fragments, len(slots), parts is None)
+        pages = job.new_pages(len(slots), slots)
+        if parts is not None:
+            pages.checksum[:] = parts.record_checksums(job.fragments.part(0, len(slots)))
         deadline_s = time.monotonic() + self._io_timeout_s
         while True:
             try:
@@ -385,7 +389,7 @@ class Saver:
                     return None
                 time.sleep(0.001)
                 continue
-            return _Writing(job, job.new_pages(len(slots), slots), device, ticket)
+            return _Writing(job, pages, device, ticket)
 
     def _finish(self, group: list[_Writing]) -> None:
         """Wait for a group's writes, make them durable, publish them, tell the waiters."""
@@ -459,7 +463,8 @@ class Saver:
             status[sound:] = -errno.ESTALE
         good = np.flatnonzero(status == 0)
         pages = writing.pages
-        pages.checksum[:] = result.checksum
+        if writing.job.entry.parts is None:
+            pages.checksum[:] = result.checksum
         if len(good) < len(status):
             failed = np.count_nonzero((status != 0) & (status != -errno.ESTALE))
             self._manager.count("write_errors", int(failed))

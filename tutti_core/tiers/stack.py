@@ -548,12 +548,14 @@ class TierStack:
     def pin(self, entry: Entry, keys: bytes) -> int:
         """Pin the pages of a rooted chain that are in some tier without a gap; returns how many."""
         count = self.match(entry, keys, 0, True)
-        part = keys[: count * entry.key_bytes]
-        with self._manager.lock:
-            entry.pages.pin(part)
-        for tier in self.tiers:
-            tier.pin(entry, part)
+        self.pin_pages(entry, keys[: count * entry.key_bytes])
         return count
+
+    def pin_pages(self, entry: Entry, keys: bytes) -> None:
+        """Count one more pin on each of some pages, stored or not."""
+        self._manager.pin_pages(entry, keys)
+        for tier in self.tiers:
+            tier.pin(entry, keys)
 
     def unpin(self, entry: Entry, keys: bytes) -> None:
         """Take one pin off each page of a chain."""
