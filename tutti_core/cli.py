@@ -29,6 +29,8 @@ from tutti_core.bench.machine import file_system, machine_facts, probe_transport
 from tutti_core.config import StoreConfig
 from tutti_core.errors import ConfigError, TuttiError
 from tutti_core.io.select import TransportName
+from tutti_core.layers import PARTS_AHEAD_MAX
+from tutti_core.repair import Repair, repair_store
 from tutti_core.replay.commands import can_write, replay, trace_app
 from tutti_core.tiers.pools import Layout, discard_store, inspect_pools, open_layout
 from tutti_core.verify import KINDS, StoreFacts, VerifyReport, describe_store, verify_store
@@ -292,10 +294,18 @@ def verify(
     ] = False,
     transport: _Transport = "auto",
     examples: Annotated[int, typer.Option(min=0, help="Examples of each kind of damage.")] = 10,
+    repair: Annotated[
+        bool, typer.Option("--repair", help="Drop what is bad; what is good is not touched.")
+    ] = False,
     json_file: _Json = None,
 ) -> None:
-    """Check every record and every page of a store. Exit status 1: damage was found."""
+    """Check every record and every page of a store. Exit status 1: damage was found and left."""
     _check_json(json_file)
+    if repair:
+        if online:
+            raise ConfigError("--repair needs the store for itself", hint="leave --online out")
+        _repair(path, tuple(pool or ()), transport, examples, json_file)
+        return
     with _bar() as step:
         report = verify_store(
             path,
@@ -309,6 +319,34 @@ def verify(
     _show(result, json_file, lambda console: _show_report(console, report))
     if not report.clean:
         raise typer.Exit(EXIT_DAMAGE)
+
+
+def _repair(
+    path: Path,
+    pools: tuple[Path, ...],
+    transport: TransportName,
+    examples: int,
+    json_file: Path | None,
+) -> None:
+    with _bar() as step:
+        done = repair_store(path, pools, transport=transport, examples=examples, progress=step)
+    result = {"command": "verify", "clean": done.report.clean, **dataclasses.asdict(done)}
+    _show(result, json_file, lambda console: _show_repair(console, done))
+
+
+def _show_repair(console: Console, done: Repair) -> None:
+    _show_report(console, done.report)
+    if done.report.clean:
+        return
+    rows = {
+        "pages lost": f"{done.pages_lost}, {_size(done.bytes_lost)}",
+        "slot entries without a page": str(done.slots_freed),
+        "unreadable segments": str(done.segments),
+        "unreadable namespaces": str(done.namespaces),
+        "pools cut short": str(done.pools_grown),
+        "kept": f"{done.report.records - done.pages_lost} pages",
+    }
+    console.print(_facts_table("repaired", rows))
 
 
 def _show_report(console: Console, report: VerifyReport) -> None:
@@ -420,6 +458,125 @@ def bench_tiers(
     _show({"command": "bench tiers", **result}, json_file, show)
 
 
+_Fragments = Annotated[
+    str, typer.Option(help="Bytes of one page of one layer's K (or V), with commas.")
+]
+_Layers = Annotated[int, typer.Option(min=1, help="Layers of a page.")]
+_Depth = Annotated[int, typer.Option(min=1, max=1024, help="Transfers in flight.")]
+_PartBytes = Annotated[
+    str | None, typer.Option(help="Group layers of a page to about this; default: as the linker.")
+]
+_Ahead = Annotated[int, typer.Option(min=1, help="Parts in flight.")]
+
+
+@bench.command("linker")
+def bench_linker(
+    folder: _Dir = Path("."),
+    fragments: _Fragments = "16KiB,128KiB",
+    pages: Annotated[str, typer.Option(help="Lengths of the prefix, with commas.")] = "128,1024",
+    layers: _Layers = 32,
+    rounds: Annotated[int, typer.Option(min=1, help="Interleaved rounds; 5 for a result.")] = 5,
+    depth: _Depth = 64,
+    transport: _Transport = "auto",
+    part_bytes: _PartBytes = None,
+    ahead: _Ahead = PARTS_AHEAD_MAX,
+    peers: Annotated[
+        bool, typer.Option(help="Also measure fio and the way by host memory.")
+    ] = True,
+    json_file: _Json = None,
+) -> None:
+    """Load a prefix into a device pool layer by layer; fio, and the way by host memory.
+
+    Shows when layer 0 and when the last layer is there. The largest prefix of the defaults takes
+    8 GiB three times on disk and twice in memory; where there is less room, it is made shorter.
+    """
+    from tutti_core.bench.linker import LinkerPlan, run_linker
+
+    _check_json(json_file)
+    plan = LinkerPlan(
+        folder=folder,
+        fragment_bytes=_sizes(fragments),
+        pages=_numbers("pages", pages, int),
+        layers=layers,
+        rounds=rounds,
+        depth=depth,
+        transport=transport,
+        part_bytes=None if part_bytes is None else _sizes(part_bytes)[0],
+        ahead=ahead,
+        peers=peers,
+    )
+    with _spinner("starting") as say:
+        result = run_linker(plan, say)
+
+    def show(console: Console) -> None:
+        names = ("geometry", "pages", "layer0_ms", "all_ms", "fio_ms", "hicache_ms")
+        title = f"layer-wise loads, medians of {rounds} rounds or more"
+        columns = (*names, "ratio_fio", "python_us_per_layer", "part_bytes")
+        console.print(_rows_table(title, columns, result["rows"]))
+        for row in result["rows"]:
+            if "note" in row:
+                console.print(f"{row['geometry']}: {row['note']}", markup=False)
+        for why in result["absent"].values():
+            console.print(why, markup=False)
+        console.print(_rows_table("targets", ("name", "value", "target", "met"), result["targets"]))
+
+    _show({"command": "bench linker", **result}, json_file, show)
+
+
+@bench.command("overlap")
+def bench_overlap(
+    folder: _Dir = Path("."),
+    compute: Annotated[
+        str | None,
+        typer.Option(help="Milliseconds a layer, with commas; default: half, one, two I/O times."),
+    ] = None,
+    fragment: Annotated[str, typer.Option(help="Bytes of one page of one layer's K.")] = "16KiB",
+    pages: Annotated[int, typer.Option(min=1, help="Length of the prefix.")] = 512,
+    layers: _Layers = 32,
+    rounds: Annotated[int, typer.Option(min=1, help="Interleaved rounds; 7 for a result.")] = 7,
+    depth: _Depth = 64,
+    transport: _Transport = "auto",
+    part_bytes: _PartBytes = None,
+    ahead: _Ahead = PARTS_AHEAD_MAX,
+    json_file: _Json = None,
+) -> None:
+    """Compute on one core while layers are loaded; how much longer that takes than it has to."""
+    from tutti_core.bench.overlap import OverlapPlan, run_overlap
+
+    _check_json(json_file)
+    plan = OverlapPlan(
+        folder=folder,
+        fragment_bytes=_sizes(fragment)[0],
+        pages=pages,
+        layers=layers,
+        rounds=rounds,
+        compute_ms=() if compute is None else _numbers("compute", compute, float),
+        depth=depth,
+        transport=transport,
+        part_bytes=None if part_bytes is None else _sizes(part_bytes)[0],
+        ahead=ahead,
+    )
+    with _spinner("starting") as say:
+        result = run_overlap(plan, say)
+
+    def show(console: Console) -> None:
+        names = ("compute_ms", "io_ms", "ideal_ms", "measured_ms", "over_ideal")
+        title = f"{result['geometry']}, {result['pages']} pages, medians of {rounds} rounds"
+        console.print(_rows_table(title, (*names, "over_ideal_even", "stall_ms"), result["rows"]))
+        console.print(_rows_table("targets", ("name", "value", "target", "met"), result["targets"]))
+
+    _show({"command": "bench overlap", **result}, json_file, show)
+
+
+def _numbers(name: str, text: str, kind: Callable[[str], Any]) -> tuple[Any, ...]:
+    try:
+        return tuple(kind(part) for part in text.split(","))
+    except ValueError:
+        raise ConfigError(
+            f"{name} = {text!r} are not numbers", hint="separate them with commas"
+        ) from None
+
+
 def _latency_rows(measured: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """One row for each page size, kind of load and phase."""
     return [
@@ -474,7 +631,7 @@ def _rows_table(title: str, columns: Sequence[str], rows: list[dict[str, Any]]) 
     table = Table(title=title, title_justify="left")
     for column in columns:
         label = _LABELS.get(column, column)
-        table.add_column(label, justify="left" if column in ("case", "name") else "right")
+        table.add_column(label, justify="left" if column in _LEFT else "right")
     words = {None: "-", True: "yes", False: "no"}
     for row in rows:
         cells = [row[column] for column in columns]
@@ -482,8 +639,10 @@ def _rows_table(title: str, columns: Sequence[str], rows: list[dict[str, Any]]) 
     return table
 
 
+_LEFT = ("case", "name", "geometry")
 _LABELS = {
     "tutti_mib_s": "tutti\nMiB/s",
+    "python_us_per_layer": "Python\nus/layer",
     "fio_mib_s": "fio\nMiB/s",
     "file_mib_s": "file\nMiB/s",
     "ratio_fio": "of\nfio",

@@ -313,6 +313,16 @@ class Damage:
 
 
 @dataclass(slots=True)
+class Bad:
+    """Catalog entries that damage was found in, by key: what a repair drops."""
+
+    records: set[bytes] = field(default_factory=set)
+    slots: set[bytes] = field(default_factory=set)
+    segments: set[bytes] = field(default_factory=set)
+    namespaces: set[bytes] = field(default_factory=set)
+
+
+@dataclass(slots=True)
 class VerifyReport:
     """Result of `verify_store`.
 
@@ -363,6 +373,7 @@ def verify_store(
     transport: TransportName = "auto",
     examples: int = 10,
     progress: Progress = lambda what, done, total: None,
+    bad: Bad | None = None,
 ) -> VerifyReport:
     """Check every record, slot entry and payload of a store. Changes nothing.
 
@@ -370,6 +381,7 @@ def verify_store(
         online: allow it while processes have the store open; pages that they replace meanwhile are
             not counted as damage.
         examples: how many of each kind of damage to describe.
+        bad: filled with what the damage was found in.
     Raises
         BusyError: a process holds a writer lease, and not `online`.
         ConfigError, UnsupportedError, CorruptionError: there is no store, or it cannot be opened.
@@ -388,7 +400,7 @@ def verify_store(
         options = TransportOptions(transfer_bytes_max=1 << 20)
         reader = open_transport(transport, layout.devices(), options)
         try:
-            check = _Check(catalog, layout, reader, examples, progress)
+            check = _Check(catalog, layout, reader, examples, progress, bad or Bad())
             check.run()
         finally:
             reader.close()
@@ -408,7 +420,9 @@ class _Check:
         reader: Transport,
         examples: int,
         progress: Progress,
+        bad: Bad,
     ) -> None:
+        self._bad = bad
         self._catalog = catalog
         self._layout = layout
         self._reader = reader
@@ -431,6 +445,10 @@ class _Check:
         if len(damage.examples) < self._examples:
             damage.examples.append(text)
 
+    def _found_record(self, kind: str, text: str, key: bytes) -> None:
+        self._found(kind, text)
+        self._bad.records.add(key)
+
     def _check_pools(self) -> None:
         for device in self._layout.devices():
             try:
@@ -445,9 +463,11 @@ class _Check:
         _, bad = view.segments()
         for key in bad:
             self._found("segment_entry", f"segment {key.hex()}")
+            self._bad.segments.add(key)
         for digest, description in view.items("namespaces"):
             if hashing.digest(description) != digest or not _is_description(description):
                 self._found("namespace_entry", f"namespace {digest.hex()}")
+                self._bad.namespaces.add(digest)
 
     # ---- records ----
     def _check_records(self) -> None:
@@ -469,7 +489,7 @@ class _Check:
             if len(key) == RECORD_KEY_BYTES and record_is_sound(raw):
                 good.append((key, raw))
             else:
-                self._found("record", f"record {key.hex()}")
+                self._found_record("record", f"record {key.hex()}", key)
         keys = [key for key, _ in good]
         records: Records = np.frombuffer(b"".join(raw for _, raw in good), dtype=RECORD)
         self._check_names(view, keys, records)
@@ -478,11 +498,14 @@ class _Check:
         for i, key in enumerate(keys):
             where = self._where(key, records[i])
             if not placed[i]:
-                self._found("segment", where)
+                self._found_record("segment", where, key)
             if int(records[i]["generation"]) > sequence:
-                self._found("generation", f"{where}, generation {records[i]['generation']}")
+                text = f"{where}, generation {records[i]['generation']}"
+                self._found_record("generation", text, key)
             if view.get("slots", _slot_key(records[i])) != key:
-                self._found("slot", where)
+                self._found_record("slot", where, key)
+            if records[i]["namespace"].tobytes() in self._bad.namespaces:
+                self._bad.records.add(key)  # nobody can say what it is
 
     def _check_names(self, view: View, keys: list[bytes], records: Records) -> None:
         """Namespace known, length as it says, record key recomputed."""
@@ -492,10 +515,10 @@ class _Check:
             width, size = fields.get("key_bytes"), _stored_bytes(fields)
             if not isinstance(width, int) or not 1 <= width <= 32:
                 for i in mine:
-                    self._found("namespace", self._where(keys[i], records[i]))
+                    self._found_record("namespace", self._where(keys[i], records[i]), keys[i])
                 continue
             for i in mine[records["length_bytes"][mine] != size]:
-                self._found("length", self._where(keys[i], records[i]))
+                self._found_record("length", self._where(keys[i], records[i]), keys[i])
             page_keys = page_keys_of(records[mine], 32)
             packed = np.ascontiguousarray(page_keys[:, :width]).tobytes()
             expected = hashing.record_keys(digest.tobytes(), packed, width)
@@ -503,7 +526,7 @@ class _Check:
             for n, i in enumerate(mine):
                 own = expected[n * RECORD_KEY_BYTES : (n + 1) * RECORD_KEY_BYTES]
                 if own != keys[i] or padded[n]:
-                    self._found("record_key", self._where(keys[i], records[i]))
+                    self._found_record("record_key", self._where(keys[i], records[i]), keys[i])
 
     def _well_placed(self, view: View, records: Records) -> npt.NDArray[np.bool_]:
         """Whether each record lies in an assigned segment that is cut for its length."""
@@ -551,8 +574,10 @@ class _Check:
                 continue  # counted as a damaged record
             if raw is None or len(slot) != _SLOT_KEY_BYTES:
                 self._found("slot_entry", f"slot {slot.hex()}")
+                self._bad.slots.add(slot)
             elif _slot_key(np.frombuffer(raw, dtype=RECORD)[0]) != slot:
                 self._found("slot_entry", f"slot {slot.hex()}, whose page is elsewhere")
+                self._bad.slots.add(slot)
             else:
                 keys.append(key)
                 values.append(raw)
@@ -573,9 +598,9 @@ class _Check:
             where = self._where(keys[i], records[i])
             where = f"{where}, {self._layout.paths[device[i]]} offset {offset[i]}"
             if status[i]:
-                self._found("read", f"{where}: errno {-status[i]}")
+                self._found_record("read", f"{where}: errno {-status[i]}", keys[i])
             else:
-                self._found("payload", where)
+                self._found_record("payload", where, keys[i])
 
     def _part_layouts(self, records: Records) -> list[tuple[npt.NDArray[np.bool_], PartLayout]]:
         """Which of the records are of pages in parts, and how those are laid out."""
