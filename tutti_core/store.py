@@ -37,6 +37,7 @@ from tutti_core.io.transport import (
 from tutti_core.keys import CHAIN_WIDTH_BYTES, Namespace, PageKeys, encode_salt, token_array
 from tutti_core.tiers.arena import Arena, CudaArena, HostArena
 from tutti_core.tiers.copier import Copier
+from tutti_core.tiers.health import Health
 from tutti_core.tiers.hold import Hold
 from tutti_core.tiers.lease import take_lease
 from tutti_core.tiers.limits import Limits, Rules
@@ -107,6 +108,8 @@ class StoreStats:
     capacity_bytes      the configured bound.
     pending_bytes       page bytes queued or being written.
     tiers               each tier, the fastest first; the drives are the last.
+    unwell              devices that are left alone because they fail or stall, and for what; they
+                        are probed, and used again when they answer. Their pages are misses.
     transport           what moves the bytes, and why not something faster.
     counters            since opening: saved_pages, loaded_pages, missed_pages, known_pages (saves
                         of pages that were stored already), evicted_pages, checksum_errors,
@@ -122,6 +125,7 @@ class StoreStats:
     transport: Capabilities
     counters: Mapping[str, int]
     tiers: tuple[TierStats, ...] = ()
+    unwell: tuple[str, ...] = ()
 
 
 class NamespaceStore:
@@ -434,10 +438,14 @@ class PrefixStore:
             self._copier = Copier(int(config.backlog))
             self._stack = TierStack(self._manager, self._tiers, self._copier, config.write_policy)
             self._placement = self._stack
+        health = self._manager.health = Health(
+            self._transport, self._manager.count, config.io_timeout_s
+        )
         self._loader = Loader(
             self._manager,
             self._transport,
             gate,
+            health,
             verify=config.verify,
             io_timeout_s=config.io_timeout_s,
             stack=self._stack,
@@ -445,6 +453,7 @@ class PrefixStore:
         self._saver = self._loader.saver = Saver(
             self._manager,
             self._transport,
+            health,
             flush=config.durability == "flush",
             backlog_bytes=int(config.backlog),
             io_timeout_s=config.io_timeout_s,
@@ -457,6 +466,7 @@ class PrefixStore:
                 self._manager,
                 self._transport,
                 self._saver,
+                health,
                 self._tiers,
                 gate=gate,
                 io_timeout_s=config.io_timeout_s,
@@ -556,6 +566,7 @@ class PrefixStore:
     def stats(self) -> StoreStats:
         """Return a snapshot of the counters. Raises StoreClosedError after `close`."""
         self._check_open()
+        self._loader.health.tick()
         return StoreStats(
             pages=self._catalog.record_count(),
             used_bytes=self._manager.used_bytes(),
@@ -565,6 +576,7 @@ class PrefixStore:
             transport=self._transport.capabilities(),
             counters=dict(self._manager.counters),
             tiers=self._tier_stats(),
+            unwell=self._loader.health.unwell(),
         )
 
     def _pending_bytes(self) -> int:

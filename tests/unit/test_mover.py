@@ -137,9 +137,9 @@ def test_batches_are_bounded(store_dir: Path, monkeypatch: pytest.MonkeyPatch) -
 def test_a_write_that_fails_is_tried_again(store_dir: Path) -> None:
     with tiered(store_dir, segments=8, write_policy="write_back") as (store, devices):
         pages = client(store)
-        devices.arm(Fault("error", "write", count=20))
+        devices.arm(Fault("error", "write", count=12))
         pages.save(run("a", PAGES))
-        poll(lambda: store.stats().counters.get("demotion_errors", 0) >= 20, "writes failed")
+        poll(lambda: store.stats().counters.get("demotion_errors", 0) >= 12, "writes failed")
         poll(lambda: len(on_devices(store, pages.name)) > 0, "a later write went well")
         assert all(pages.load(run("a", PAGES)))
         check_tiers(store, faults=True)

@@ -311,6 +311,11 @@ class FaultyDevices:
             for fault in faults:
                 self._armed.append(replace(fault, index=fault.index + self._counts[fault.op]))
 
+    def disarm(self) -> None:
+        """Forget the faults that `arm` added."""
+        with self._changed:
+            self._armed.clear()
+
     def stop_at(self, operation: int) -> None:
         """Let operation number `operation` of all, and every later one, end with -EIO.
 

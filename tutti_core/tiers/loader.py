@@ -23,6 +23,7 @@ from tutti_core.index.radix import NO_SLOT, Locations
 from tutti_core.io.transport import Batch, BatchResult, Op, Transport
 from tutti_core.keys import PageKeys
 from tutti_core.tiers.copier import Copy
+from tutti_core.tiers.health import Health
 from tutti_core.tiers.manager import Entry, Manager
 from tutti_core.tiers.memory import MemoryTier
 from tutti_core.tiers.mover import LoadGate
@@ -49,6 +50,8 @@ class _Transfer:
     pages: Indices
     where: Locations
     memory: PageFragments
+    device: npt.NDArray[np.uint32]
+    submitted_s: float
 
 
 @dataclass(slots=True)
@@ -132,7 +135,9 @@ class LoadTicket:
     def _advance_transfer(self, transfer: _Transfer, timeout_s: float) -> bool:
         result = self._loader.transport.wait(transfer.ticket, timeout_s)
         if result is None:
+            self._loader.note_late(transfer.device, transfer.submitted_s)
             return False
+        self._loader.health.note(Op.READ, transfer.device, result.status)
         try:
             good = self._loader.judge(
                 self._entry,
@@ -160,6 +165,7 @@ class Loader:
         verify: compare the checksums of pages that are read from the devices.
         stack: the memory tiers, where there are any.
         gate: told of each load that uses the devices.
+        health: told how reads end.
     Threads    any.
     """
 
@@ -168,6 +174,7 @@ class Loader:
         manager: Manager,
         transport: Transport,
         gate: LoadGate,
+        health: Health,
         *,
         verify: bool,
         io_timeout_s: float,
@@ -176,6 +183,7 @@ class Loader:
         self.transport = transport
         self.io_timeout_s = io_timeout_s
         self.saver: Saver
+        self.health = health
         self._manager = manager
         self._gate = gate
         self.verify = verify
@@ -304,7 +312,9 @@ class Loader:
             self._manager.count("loads_refused_busy", len(present))
             self._manager.end_load(started)
         else:
-            ticket._transfer = _Transfer(transfer, started, present, where, memory)
+            ticket._transfer = _Transfer(
+                transfer, started, present, where, memory, device, time.monotonic()
+            )
 
     def _locate_wanted(
         self, entry: Entry, keys: PageKeys, first: int, wanted: Mask
@@ -352,6 +362,11 @@ class Loader:
         """A load does not use the devices any more."""
         self._manager.end_load(started)
         self._gate.end()
+
+    def note_late(self, device: npt.NDArray[np.uint32], submitted_s: float) -> None:
+        """A read is not over: its devices are unwell if that takes too long."""
+        if time.monotonic() - submitted_s >= self.io_timeout_s:
+            self.health.note_late(device.tolist())
 
     def end_batch(self) -> None:
         """A batch that `submit` started has ended."""
@@ -402,10 +417,20 @@ class Loader:
         count("read_errors", int(np.count_nonzero(~read)))
         count("checksum_errors", int(np.count_nonzero(read & ~good & valid)))
         bad = np.flatnonzero(~(good & valid) & ~np.isin(result.status, _NOT_THE_PAGE))
+        bad = self._blamed(entry, bad, where, result)
         if len(bad):
             self._drop(entry, keys, index[bad], where.select(bad), valid[bad])
         good &= valid
         return np.asarray(good, dtype=np.bool_)
+
+    def _blamed(self, entry: Entry, bad: Indices, where: Locations, result: BatchResult) -> Indices:
+        """Of pages that did not arrive, those whose own fault that is: not an unwell device's."""
+        unwell = self.health.unwell_reads
+        if not unwell or len(bad) == 0:
+            return bad
+        device, _ = self._manager.extents(where.slot[bad], entry.slot_bytes)
+        own: Mask = (result.status[bad] == 0) | ~np.isin(device, list(unwell))
+        return bad[np.flatnonzero(own)]
 
     def _drop(
         self, entry: Entry, keys: PageKeys, index: Indices, where: Locations, recorded: Mask

@@ -53,6 +53,7 @@ from tutti_core.keys import Namespace
 from tutti_core.policies.admission import Admission, Always
 from tutti_core.policies.budget import BURSTS_PER_DAY
 from tutti_core.policies.choice import make_policy
+from tutti_core.tiers.health import Health
 from tutti_core.tiers.lease import Lease
 from tutti_core.tiers.limits import Limits, Rules, expired, expired_loose
 from tutti_core.tiers.parts import PartLayout, layout_of_parts, stored_bytes
@@ -165,6 +166,7 @@ class Manager:
         self._owned: Counter[bytes] = Counter()
         """By namespace, pages in segments of this process that were scanned so far."""
         self._expired: list[tuple[bytes, int, int]] = []  # retired at a look-up, likewise
+        self.health: Health | None = None  # set once, before the first look-up
         self._stopping = False
 
     def count(self, name: str, amount: int) -> None:
@@ -251,7 +253,7 @@ class Manager:
     def match(self, entry: Entry, keys: bytes, first: int, rooted: bool) -> int:
         """Return how many pages from page `first` on are stored without a gap."""
         count = len(keys) // entry.key_bytes
-        if rooted:
+        if rooted and not self._unwell_reads():
             with self.lock:
                 count = self._shown_count(entry, keys)
                 keys = keys[: count * entry.key_bytes]
@@ -267,7 +269,7 @@ class Manager:
                     break
                 chunk *= 4
             return hit
-        present = self.locate(entry, keys, first, False).slot != NO_SLOT
+        present = self.locate(entry, keys, first, rooted).slot != NO_SLOT
         gaps = np.flatnonzero(~present)
         return int(gaps[0]) if len(gaps) else len(present)
 
@@ -289,7 +291,21 @@ class Manager:
             part.slot[fill] = known.slot[fill]
             part.checksum[fill] = known.checksum[fill]
             part.generation[fill] = known.generation[fill]
+        self._hide_unwell(found)
         return found.padded(hidden) if hidden else found
+
+    def _unwell_reads(self) -> frozenset[int]:
+        """Devices that cannot be read now."""
+        if self.health is None or self.health.all_well:
+            return frozenset()
+        self.health.tick()
+        return self.health.unwell_reads
+
+    def _hide_unwell(self, where: Locations) -> None:
+        """Pages on a device that does not answer are misses, until it does."""
+        if unwell := self._unwell_reads():
+            device = (where.slot >> np.uint64(32)) % np.uint64(self.layout.pool_count)
+            where.slot[np.isin(device, list(unwell))] = NO_SLOT
 
     def _shown_count(self, entry: Entry, keys: bytes) -> int:
         """How many leading pages of a rooted chain are not past the namespace's TTL."""
@@ -467,6 +483,10 @@ class Manager:
         taken: list[U64] = []
         room = _Room(entry, keys if rooted else b"", sweep, time.monotonic() + wait_s)
         fresh = packed_rows(keys, entry.key_bytes)[index].tobytes()
+        if self.health is not None and self.health.unwell_writes:
+            self.health.tick()
+            self.count("pages_refused_unwell", len(index))
+            return np.empty(0, dtype=np.uint64)
         wanted = self._admitted_count(entry, fresh) if choosy else len(index)
         wanted = self._affordable_count(entry, wanted)
         try:

@@ -31,6 +31,7 @@ from tutti_core.index.catalog import record_key_at
 from tutti_core.index.radix import NO_SLOT, Locations
 from tutti_core.io.transport import BatchResult, Op, Transport
 from tutti_core.keys import PageKeys
+from tutti_core.tiers.health import Health
 from tutti_core.tiers.manager import Entry, Manager
 from tutti_core.tiers.memory import MemoryTier
 from tutti_core.tiers.saver import DropJob, SaveJob, Saver, page_batch
@@ -146,6 +147,7 @@ class Mover:
         manager: Manager,
         transport: Transport,
         saver: Saver,
+        health: Health,
         tiers: Sequence[MemoryTier],
         *,
         gate: LoadGate,
@@ -158,6 +160,7 @@ class Mover:
         self._manager = manager
         self._transport = transport
         self._saver = saver
+        self._health = health
         self._tiers = tuple(tiers)
         self._gate = gate
         self._io_timeout_s = io_timeout_s
@@ -577,8 +580,11 @@ class Mover:
         while True:
             result = self._transport.wait(ticket, min(self._io_timeout_s, _TICK_S))
             if result is not None:
+                self._health.note(Op.READ, device, result.status)
                 return result
             if time.monotonic() > deadline_s or self._stopping:
+                if not self._stopping:
+                    self._health.note_late(device.tolist())
                 self._manager.count("reads_stuck", 1)
                 self._stuck.append(_Stuck(ticket, tier, slots, started, memory))
                 return None

@@ -41,6 +41,7 @@ class Reading:
     address       where the part goes, (high - low, f).
     length_bytes  of the fragments of each page, (f,).
     ticket        of the transfer; None where all pages come from memory, or once it has ended.
+    submitted_s   when that was started, by the monotonic clock.
     """
 
     part: int
@@ -49,6 +50,7 @@ class Reading:
     address: U64
     length_bytes: U64
     ticket: int | None = None
+    submitted_s: float = 0.0
 
 
 class PartsLoad:
@@ -128,6 +130,7 @@ class PartsLoad:
             reading.ticket = self._loader.submit(batch)
             if reading.ticket is None:
                 raise BusyError("too many transfers are in flight", op="load")
+            reading.submitted_s = time.monotonic()
         self._in_flight.append(reading)
         return reading
 
@@ -143,9 +146,11 @@ class PartsLoad:
         if reading.ticket is not None:
             result = self._loader.transport.wait(reading.ticket, timeout_s)
             if result is None:
+                self._loader.note_late(self._devices_of(reading), reading.submitted_s)
                 raise BusyError(f"a part is not there after {timeout_s} s", op="load")
             reading.ticket = None
             self._loader.end_batch()
+            self._loader.health.note(Op.READ, self._devices_of(reading), result.status)
             self._judge(reading, result)
         if reading in self._in_flight:
             self._in_flight.remove(reading)
@@ -230,6 +235,10 @@ class PartsLoad:
             length_bytes=np.tile(lengths, count),
             checksum=self._loader.verify,
         )
+
+    def _devices_of(self, reading: Reading) -> npt.NDArray[np.uint32]:
+        i, j = np.searchsorted(self._at, (reading.low, reading.high)).tolist()
+        return self._device[i:j]
 
     def _judge(self, reading: Reading, result: BatchResult) -> None:
         """Take pages whose part is not right off the good ones; the store forgets them."""

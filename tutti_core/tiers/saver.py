@@ -24,6 +24,7 @@ from tutti_core.format import ROOT_PARENT, UNKNOWN_PARENT
 from tutti_core.geometry import PageFragments
 from tutti_core.index.catalog import RECORD_KEY_BYTES, NewPages, packed_rows
 from tutti_core.io.transport import BATCHES_IN_FLIGHT_MAX, Batch, BatchResult, Op, Transport
+from tutti_core.tiers.health import Health
 from tutti_core.tiers.manager import Entry, Manager
 
 logger = logging.getLogger("tutti")
@@ -227,6 +228,7 @@ class Saver:
     """Runs the saving thread of one store.
 
     Parameters
+        health: told how writes end.
         flush: make written pages durable before they are published.
         backlog_bytes: bound on page bytes that wait or are being written.
         sweep: lets finished loads return their slots.
@@ -238,6 +240,7 @@ class Saver:
         self,
         manager: Manager,
         transport: Transport,
+        health: Health,
         *,
         flush: bool,
         backlog_bytes: int,
@@ -248,6 +251,7 @@ class Saver:
     ) -> None:
         self._manager = manager
         self._transport = transport
+        self._health = health
         self._flush = flush
         self._backlog_bytes = backlog_bytes
         self._io_timeout_s = io_timeout_s
@@ -398,6 +402,7 @@ class Saver:
             result = self._transport.wait(writing.ticket, self._io_timeout_s)
             if result is None:
                 # The memory and the slots stay taken until the device answers.
+                self._health.note_late(writing.device.tolist())
                 self._manager.count("writes_stuck", 1)
                 self._stuck.append(writing)
                 self._offer(writing, np.empty(0, dtype=np.intp))
@@ -457,6 +462,7 @@ class Saver:
         for device, code in flushed.items():
             if code:
                 status[(writing.device == device) & (status == 0)] = code
+        self._health.note(Op.WRITE, writing.device, status)
         if self._upper is not None:
             sound = self._upper.sound_pages(writing.job)
             self._manager.count("pages_orphaned", int(np.count_nonzero(status[sound:] == 0)))
@@ -504,6 +510,7 @@ class Saver:
         for writing in self._stuck:
             if self._transport.wait(writing.ticket, 0.0) is None:
                 still.append(writing)
+                self._health.note_late(writing.device.tolist())
             else:
                 self._manager.cancel(writing.pages.slot)
                 _release(writing.job)
