@@ -229,7 +229,7 @@ def test_each_flipped_byte_is_found_with_its_part(
         load.end()
         settle(store)
         assert pages.match(keys).pages == (6 if reported is None else 3)
-        assert store.stats().counters["checksum_errors"] == (reported is not None)
+        assert store.stats().counters.get("checksum_errors", 0) == (reported is not None)
         right = np.flatnonzero(np.arange(6) != 3)
         assert (memory[right] == saved[right]).all()
 

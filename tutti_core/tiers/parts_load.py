@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -87,7 +88,8 @@ class PartsLoad:
         self._device, self._offset = loader.extents(entry, self._where)
         self._headers = aligned_blocks(len(self._at))
         self._header_at = block_addresses(self._headers)
-        self._expected = self._parts.expected(self._headers)
+        self._expected = np.zeros((self._parts.count, len(self._at)), dtype=np.uint64)
+        """Checksum of each part of each device page; known once part 0 of the page has arrived."""
         self._ranges = self._fragment_ranges(memory)
         self.found = np.asarray(where.slot != NO_SLOT, dtype=np.bool_)
         for hit in hits:
@@ -230,9 +232,9 @@ class PartsLoad:
             op=Op.READ,
             device=self._device[i:j],
             offset_bytes=self._offset[i:j] + np.uint64(start),
-            fragment_start=np.arange(0, (count + 1) * each, each, dtype=np.uint32),
+            fragment_start=_starts(count, each),
             address=np.ascontiguousarray(address).reshape(-1),
-            length_bytes=np.tile(lengths, count),
+            length_bytes=_tiled(lengths.tobytes(), count),
             checksum=self._loader.verify,
         )
 
@@ -243,14 +245,19 @@ class PartsLoad:
     def _judge(self, reading: Reading, result: BatchResult) -> None:
         """Take pages whose part is not right off the good ones; the store forgets them."""
         i, j = np.searchsorted(self._at, (reading.low, reading.high)).tolist()
+        if reading.part == 0:
+            self._expected[:, i:j] = self._parts.expected(self._headers[i:j]).T
+            self._expected[0, i:j] = self._where.checksum[i:j]
+        right = np.array_equal(result.checksum, self._expected[reading.part, i:j])
+        if right and self._loader.verify and not result.status.any():
+            return
         part = np.arange(i, j)
-        where = self._where.select(part)
         if reading.part > 0:
             # Of a page whose part 0 was wrong the header is noise: nothing new is learnt of it.
             part = part[self._good[self._at[part]]]
-            where = self._where.select(part)
-            where.checksum[:] = self._expected[part, reading.part]
-            result = BatchResult(result.status[part - i], result.checksum[part - i])
+        where = self._where.select(part)
+        where.checksum[:] = self._expected[reading.part, part]
+        result = BatchResult(result.status[part - i], result.checksum[part - i])
         if len(part) == 0:
             return
         good = self._loader.judge(
@@ -286,3 +293,19 @@ class PartsLoad:
             with tier.lock:
                 tier.counters["hits"] += len(pages)
         self._loader.arrived(self._entry, self._keys, self._first, pages, tier)
+
+
+@lru_cache(maxsize=32)
+def _starts(count: int, each: int) -> npt.NDArray[np.uint32]:
+    """First fragment of each of `count` items of `each` fragments, and the end."""
+    starts = np.arange(0, (count + 1) * each, each, dtype=np.uint32)
+    starts.flags.writeable = False
+    return starts
+
+
+@lru_cache(maxsize=32)
+def _tiled(lengths: bytes, count: int) -> U64:
+    """Lengths, packed uint64, once for each of `count` items."""
+    tiled = np.tile(np.frombuffer(lengths, dtype=np.uint64), count)
+    tiled.flags.writeable = False
+    return tiled
