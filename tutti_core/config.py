@@ -36,7 +36,9 @@ class StoreConfig(BaseModel):
     capacity        everything the store may occupy, catalog included.
     pools           directories, or block devices prepared by `tutti init`, that hold the pages;
                     whole pages are striped over them. Default: `path` itself.
-    transport       "auto" takes io_uring with O_DIRECT where the machine allows it, else posix.
+    transport       "auto" takes io_uring with O_DIRECT where the machine allows it, else posix;
+                    "gds" is GPU Direct Storage, for engines that load straight into GPU memory
+                    (docs/paths.md).
     segment         unit of space that belongs to one writer and one page size; fixed when the store
                     is created. Default: 1/64 of the capacity as a power of two, 1 MiB to 1 GiB.
     catalog         share of `capacity` kept for the catalog. Default: 1/32, 8 MiB to 8 GiB (beyond
@@ -78,7 +80,7 @@ class StoreConfig(BaseModel):
     path: Path
     capacity: ByteSize
     pools: tuple[Path, ...] = ()
-    transport: Literal["auto", "uring", "posix"] = "auto"
+    transport: Literal["auto", "uring", "posix", "gds"] = "auto"
     segment: ByteSize | None = None
     catalog: ByteSize | None = None
     preallocate: Literal["segment", "full"] = "segment"

@@ -16,7 +16,7 @@ from tutti_core.errors import ConfigError, UnsupportedError, nearest
 from tutti_core.io.posix import PosixTransport
 from tutti_core.io.transport import Device, Transport, TransportOptions
 
-TransportName = Literal["auto", "uring", "posix"]
+TransportName = Literal["auto", "uring", "posix", "gds"]
 
 _LOG = logging.getLogger("tutti")
 _reported: set[str] = set()
@@ -30,8 +30,9 @@ def open_transport(
 ) -> Transport:
     """Open the transport called `name` on `devices`.
 
-    `auto` takes uring, or posix where this build or machine has no uring. A device that cannot be
-    opened is an error under every name, never a reason to fall back.
+    `auto` takes uring, or posix where this build or machine has no uring; gds is for device memory
+    and only taken by name. A device that cannot be opened is an error under every name, never a
+    reason to fall back.
 
     Raises
         ConfigError: no transport has this name, or an option is out of bounds.
@@ -46,6 +47,8 @@ def open_transport(
         )
     if name == "posix":
         return PosixTransport(devices, options)
+    if name == "gds":
+        return _open_gds(devices, options)
     try:
         return _open_uring(devices, options)
     except UnsupportedError as error:
@@ -67,6 +70,17 @@ def _open_uring(devices: Sequence[Device], options: TransportOptions) -> Transpo
             hint="install liburing-dev and libxxhash-dev and then Tutti again, or choose posix",
         ) from error
     return cast(Transport, module.UringTransport(devices, options))
+
+
+def _open_gds(devices: Sequence[Device], options: TransportOptions) -> Transport:
+    """Open gds, with the best other transport for host memory."""
+    module = importlib.import_module("tutti_core.io.gds")
+    host = open_transport("auto", devices, options)
+    try:
+        return cast(Transport, module.GdsTransport(devices, options, host=host))
+    except BaseException:
+        host.close()
+        raise
 
 
 def _report_once(note: str) -> None:
