@@ -30,9 +30,15 @@ from tutti_core.errors import BusyError, StoreClosedError, TuttiError
 logger = logging.getLogger("tutti")
 
 PARTS_AHEAD_MAX = 8
-"""Parts in flight at once. The device needs enough of them that it never waits for this thread."""
-PART_BYTES_AIM = 256 << 10
-"""Length of a part that a device reads at full speed."""
+"""Parts in flight at once. Two keep a device busy; more are started together, once half of them
+have arrived, because a thread that has just slept pays for cold caches."""
+PART_BYTES_MIN = 64 << 10
+PART_BYTES_MAX = 768 << 10
+PART_SHARE = 8
+"""A part is an eighth of its page, within these bounds. The layers in a part wait for each other,
+which costs a pipeline of reading and computing up to one part's time. Below the lower bound a
+device is far from its full speed; up to the upper one fewer parts cost the reader less CPU time.
+"""
 TIMEOUT_S = 600.0
 """For one part to arrive. As long as loads by way of host memory wait, for the same reason: ending
 earlier would let the engine reuse memory that the device may still write to."""
@@ -45,7 +51,7 @@ U64 = npt.NDArray[np.uint64]
 
 
 def group_layers(
-    layer_bytes: Sequence[int], aim_bytes: int = PART_BYTES_AIM
+    layer_bytes: Sequence[int], aim_bytes: int | None = None
 ) -> tuple[tuple[int, ...], ...]:
     """Cut the layers of a page into parts; returns the layers of each part, all in rising order.
 
@@ -54,7 +60,11 @@ def group_layers(
 
     Parameters
         layer_bytes: bytes of each layer in a page, in the order in which they are used.
+        aim_bytes: default: what PART_SHARE and its bounds say.
     """
+    if aim_bytes is None:
+        share = sum(layer_bytes) // PART_SHARE
+        aim_bytes = min(max(share, PART_BYTES_MIN), PART_BYTES_MAX)
     parts: list[list[int]] = []
     size = 0
     for layer, length in enumerate(layer_bytes):
@@ -254,12 +264,16 @@ class _Batch:
                 self._waiting.append(_Piece(read, part, low, high))
                 for layer in read.layers[part]:
                     self._missing[layer] += 1
+        self._count = len(self._waiting)
+        self._started = 0
+        self._may_start = self._opening()
 
     def run(self) -> None:
         """Read everything and complete every layer; raises where that is not possible."""
         self._complete()
         while self._ahead or self._waiting:
-            self._start_ahead()
+            if len(self._ahead) <= self._reader.parts_ahead_max // 2:
+                self._start_ahead()
             self._finish_oldest()
             self._complete()
 
@@ -287,12 +301,25 @@ class _Batch:
             step = self._reader.stager.pages_max(read.target, part)
         return ((low, min(low + step, count)) for low in range(0, count, step))
 
+    def _opening(self) -> int:
+        """How many pieces may be started before the first layer that is read is complete.
+
+        Transfers in flight share the device, so what comes after that layer would delay it. One
+        piece more keeps the device busy until the others are started.
+        """
+        first = next((layer for layer, count in enumerate(self._missing) if count), None)
+        bring = [first in piece.read.layers[piece.part] for piece in self._waiting]
+        return len(bring) if first is None else len(bring) - bring[::-1].index(True) + 1
+
     def _start_ahead(self) -> None:
         deadline_s = time.monotonic() + self._reader.timeout_s
         while self._waiting and len(self._ahead) < self._reader.parts_ahead_max:
+            if self._started >= self._may_start:
+                return
             self._reader.check_open()
             if self._waiting[0].start(self._reader.stager):
                 self._ahead.append(self._waiting.popleft())
+                self._started += 1
             elif self._ahead:
                 return  # what ends next makes room
             elif time.monotonic() >= deadline_s:
@@ -325,6 +352,8 @@ class _Batch:
         while self._next_layer < len(missing) and missing[self._next_layer] == 0:
             self._sink.complete(self._next_layer)
             self._next_layer += 1
+            if self._started:
+                self._may_start = self._count
 
 
 def _layer_order(reads: Sequence[LayerRead]) -> list[tuple[LayerRead, int]]:
@@ -413,19 +442,20 @@ class LayerReader:
         self.parts_ahead_max = parts_ahead_max
         self.timeout_s = timeout_s
         self._changed = threading.Condition()
-        self._jobs: deque[tuple[Callable[[], Sequence[LayerRead]], LayerSink]] = deque()
+        self._jobs: deque[tuple[Callable[[], Iterable[LayerRead]], LayerSink]] = deque()
         self._running = False
         self._strays: list[_Stray] = []
         self._closed = False
         self._thread = threading.Thread(target=self._serve, name="tutti-layers", daemon=True)
         self._thread.start()
 
-    def submit(self, make: Callable[[], Sequence[LayerRead]], sink: LayerSink) -> None:
+    def submit(self, make: Callable[[], Iterable[LayerRead]], sink: LayerSink) -> None:
         """Queue a batch; returns at once.
 
         Parameters
             make: called on the reader's thread when it is the batch's turn: waits for what has to
-                come first, finds the pages. Its loads are ended here, whatever happens.
+                come first, finds the pages. The loads that it returns, or yields before it fails,
+                are ended here.
         After `close`, or with BATCHES_MAX batches waiting, `sink.fail` is called before this
         returns.
         """
@@ -446,6 +476,11 @@ class LayerReader:
         """Whether a batch waits or is under way, or a device still writes for one that failed."""
         with self._changed:
             return bool(self._jobs or self._running or self._strays)
+
+    @property
+    def alive(self) -> bool:
+        """Whether the thread runs: without it no batch ends any more."""
+        return self._thread.is_alive()
 
     def wait_idle(self, timeout_s: float) -> bool:
         """Wait until not busy; False if that takes longer."""
@@ -493,14 +528,15 @@ class LayerReader:
                 self._running = False
                 self._changed.notify_all()
 
-    def _run(self, make: Callable[[], Sequence[LayerRead]], sink: LayerSink) -> None:
+    def _run(self, make: Callable[[], Iterable[LayerRead]], sink: LayerSink) -> None:
         """Run one batch to its end."""
-        reads: Sequence[LayerRead] = ()
+        reads: list[LayerRead] = []
         batch: _Batch | None = None
         failure: BaseException | None = None
         try:
             self.check_open()
-            reads = tuple(make())
+            for read in make():
+                reads.append(read)  # one by one: a generator that raises has made some
             batch = _Batch(self, reads, sink)
             batch.run()
         except BaseException as error:

@@ -1,11 +1,15 @@
-"""SGLang's HiCacheStorage over a PrefixStore: moves pages between its host pool and the store.
+"""SGLang's HiCacheStorage over a PrefixStore: moves pages between its host pools and the store.
 
 Every call answers once, with one answer a page, within a bound, and raises nothing into the engine:
 a failure is False for its pages, a counter and a rate-limited log line. Only attaching raises, so
 that a wrong setting or an unknown pool is refused in the open.
 
+Pools      Each has a namespace of its own. All that are known at attach are measured before the
+           store is opened, so a refused one leaves nothing behind; later ones are added as they
+           come. A pool that is refused closes everything.
 Threads    SGLang calls exists, get and set from three threads at once; all calls are safe for that.
-Source     SGLang 0.5.23, mem_cache/hicache_storage.py (contract), managers/cache_controller.py.
+Source     SGLang 0.5.23, mem_cache/hicache_storage.py (contract), managers/cache_controller.py,
+           mem_cache/hybrid_cache/hybrid_cache_controller.py (v2 calls).
 """
 
 from __future__ import annotations
@@ -13,8 +17,8 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
@@ -23,41 +27,36 @@ from sglang.srt.mem_cache.hicache_storage import (
     HiCacheStorage,
     HiCacheStorageConfig,
     HiCacheStorageExtraInfo,
+    PoolTransfer,
+    PoolTransferResult,
 )
 
-from tutti_core import (
-    BusyError,
-    LoadTicket,
-    Namespace,
-    NamespaceStore,
-    PageFragments,
-    PageKeys,
-    PrefixStore,
-    SaveTicket,
-    UnsupportedError,
+from tutti_core import BusyError, NamespaceStore, PageKeys, PrefixStore, UnsupportedError
+from tutti_sglang.flat import FlatCalls
+from tutti_sglang.identity import (
+    draft_identity,
+    expects_draft,
+    model_identity,
+    processes_on_node,
+    watch_weights,
 )
-from tutti_sglang.identity import model_identity, watch_weights
+from tutti_sglang.lookup import usable_prefix
+from tutti_sglang.metrics import CallMetrics
+from tutti_sglang.moves import Bools, Move, Mover
 from tutti_sglang.options import Options, parse_options
-from tutti_sglang.pools import HostPoolPages, describe_pool
+from tutti_sglang.pools import is_logical
+from tutti_sglang.shards import HeadGroup, Ranks, is_replicated, splits_heads, writer_count
+from tutti_sglang.stored_pool import PoolPages, ServedModel, StoredPool
 
 logger = logging.getLogger("tutti.sglang")
 
-KEY_BYTES = 32  # SGLang's page keys are SHA-256
-STALL_LIMIT_S = 600.0
-"""How long a load may hold the engine's memory before the store is given up."""
-
-GET_PART_BYTES = 256 << 20
-GET_TIME_S = 5.0
-"""SGLang gives its storage threads 10 s to end when the cache is flushed, and may flush while a get
-runs whose request it has given up (cache_controller.py, `_stop_storage_threads`). A get of many
-bytes is therefore made in parts, and parts that would begin later than this are answered False."""
-
+KV = "kv"
 _LOG_PERIOD_S = 10.0
 
 Result = TypeVar("Result")
 
 
-class TuttiStorage(HiCacheStorage):
+class TuttiStorage(FlatCalls, HiCacheStorage):
     """One rank's storage backend. Constructed by SGLang as `TuttiStorage(storage_config, {})`.
 
     Raises (constructor and registration only)
@@ -68,50 +67,111 @@ class TuttiStorage(HiCacheStorage):
         self, storage_config: HiCacheStorageConfig, kwargs: dict[str, Any] | None = None
     ) -> None:
         self._config = storage_config
-        if storage_config.dcp_size > 1:
-            raise UnsupportedError("decode context parallelism is not supported yet")
-        self.options: Options = parse_options(storage_config.extra_config, _writers(storage_config))
-        self.store: PrefixStore | None = None  # opened once the host pool is known
-        self._pages: HostPoolPages | None = None
-        self._zero_copy: NamespaceStore | None = None
+        self._ranks = Ranks.of_config(storage_config)
+        self.options: Options = parse_options(storage_config.extra_config, writers=1)
+        self.store: PrefixStore | None = None  # opened once the host pools are known
+        self._measured: dict[str, PoolPages] = {}
+        self._pools: dict[str, StoredPool] = {}
         self._flat: NamespaceStore | None = None
+        self._logical = False
+        self._model: ServedModel | None = None
+        self._mover = Mover(
+            self.options.operation_timeout_s,
+            lambda error: self._note_failure("get", error),
+            self.switch_off,
+        )
         self._enabled = True
         watch_weights(self)
         self._log_lock = threading.Lock()
         self._last_log_s = 0.0
         self._failures = 0
-        self._metrics = _Metrics() if storage_config.enable_storage_metrics else None
+        self._metrics = CallMetrics() if storage_config.enable_storage_metrics else None
 
     # ---- pools ----
     def register_mem_pool_host(self, mem_pool_host: Any) -> None:
-        """Learn where the engine's host pages are, and open the store for them."""
+        """Learn where the engine's host pages of the main pool are."""
         super().register_mem_pool_host(mem_pool_host)
-        pages = describe_pool(mem_pool_host)  # refused before anything on disk is touched
-        fields = _namespace_fields(self._config, self.options, mem_pool_host, pages)
-        self.store = PrefixStore.open(self.options.store)
+        self._logical = is_logical(mem_pool_host)
+        if not self._logical:
+            self._add(KV, mem_pool_host)
+
+    def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
+        """Learn where the engine's host pages of another pool are."""
+        if str(host_pool_name) != KV:
+            self._add(str(host_pool_name), host_pool)
+        elif host_pool is not self.mem_pool_host:
+            self.close()
+            raise UnsupportedError("pool 'kv' is not the pool that was registered first")
+        super().register_mem_host_pool_v2(host_pool, host_pool_name)
+
+    def on_host_pools_registered(self) -> None:
+        """Open the store for the pools that are known; nothing on disk was touched before."""
+        if self.store is not None:
+            return
         try:
-            # The generic calls move pages in another byte order, so they have a namespace apart.
-            self._zero_copy = self.store.namespace(Namespace(**fields, layout=pages.layout))
-            self._flat = self.store.namespace(Namespace(**fields, layout=f"{pages.layout}, flat"))
-            for region in pages.regions:
-                self.store.register(region)
-            self._pages = pages
+            self._open()
         except Exception:
             self.close()
             raise
+        assert self.store is not None
         transport = self.store.stats().transport
         using = "; ".join([f"transport {transport.name}", *transport.notes])
-        logger.info("tutti: store at %s, %s", self.options.store.path, using)
+        names = ", ".join(self._pools)
+        logger.info("tutti: store at %s, pools %s, %s", self.options.store.path, names, using)
 
-    def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: Any) -> None:
-        """Accept the KV pool, which `register_mem_pool_host` described; refuse sidecar pools."""
-        if str(host_pool_name) != "kv":
+    def _add(self, name: str, pool: Any) -> None:
+        """Measure a pool, and open its namespace if the store is open already."""
+        try:
+            if self._measured.get(name) is not None:
+                raise UnsupportedError(f"pool {name!r} is registered already")
+            replicated = is_replicated(name, pool, self._config.is_mla_model)
+            self._check_writers(name, pool)
+            heads = self._head_groups(pool) if name == KV else []
+            measured = PoolPages.measure(name, pool, replicated=replicated, heads=heads)
+            if self.store is not None:
+                assert self._model is not None
+                self._pools[name] = measured.open(self.store, self._model, self._ranks)
+            self._measured[name] = measured
+        except Exception:
             self.close()
+            raise
+
+    def _check_writers(self, name: str, pool: Any) -> None:
+        """Refuse a pool that the ranks do not share and that SGLang has only one of them save."""
+        alone = self._config.is_mla_model and self._ranks.tp_size > 1
+        if alone and splits_heads(pool) and not self.options.backs_up_drafts:
             raise UnsupportedError(
-                f"pool {str(host_pool_name)!r} ({type(host_pool).__name__}) is not supported yet",
-                hint="tutti stores plain MHA and MLA pools",
+                f"pool {name!r} ({type(pool).__name__}) has heads of its own on each rank, and "
+                "SGLang saves only those of rank 0 beside a latent KV pool",
+                hint="use --hicache-storage-backend tutti, whose plugin has all ranks save theirs",
             )
-        super().register_mem_host_pool_v2(host_pool, host_pool_name)
+
+    def _head_groups(self, pool: Any) -> list[HeadGroup]:
+        """The groups of heads of this rank, where pages are shared across sizes of the group."""
+        count = self._config.tp_lcm_size
+        if not count or self._config.is_mla_model:
+            return []
+        if pool.layout != "page_head":
+            logger.warning("tutti: tp_lcm_size has no effect with host layout %r", pool.layout)
+            return []
+        own = count // self._ranks.tp_size
+        return [HeadGroup(self._ranks.tp_rank * own + i, count) for i in range(own)]
+
+    def _open(self) -> None:
+        alike = all(pool.replicated for pool in self._measured.values())
+        processes = processes_on_node(self._ranks)
+        writers = writer_count(
+            self._ranks, replicated=alike and not expects_draft(), process_count=processes
+        )
+        self.options = parse_options(self._config.extra_config, writers)
+        identity = model_identity(self._config.model_name, self.options)
+        model = self._model = ServedModel(identity, draft_identity(self.options))
+        store = self.store = PrefixStore.open(self.options.store)
+        for name, measured in self._measured.items():
+            self._pools[name] = measured.open(store, model, self._ranks)
+        if KV in self._measured:
+            flat = self._measured[KV].flat_namespace(model, self._ranks)
+            self._flat = store.namespace(flat)
 
     # ---- zero copy ----
     def batch_exists(
@@ -130,7 +190,7 @@ class TuttiStorage(HiCacheStorage):
         extra_info: HiCacheStorageExtraInfo | None = None,
     ) -> list[bool]:
         """Load pages into the host pool; one answer a page."""
-        return self._move("get", self._load_all, keys, host_indices, extra_info)
+        return self._move("get", self._mover.load, keys, host_indices, extra_info)
 
     def batch_set_v1(
         self,
@@ -139,98 +199,124 @@ class TuttiStorage(HiCacheStorage):
         extra_info: HiCacheStorageExtraInfo | None = None,
     ) -> list[bool]:
         """Save pages from the host pool; one answer a page. Stored pages cost a look-up."""
-        return self._move("set", self._save_all, keys, host_indices, extra_info)
+        return self._move("set", self._mover.save, keys, host_indices, extra_info)
 
     def _exists(self, keys: Sequence[str], extra_info: HiCacheStorageExtraInfo | None) -> int:
-        pages = self._zero_copy if self.options.zero_copy else self._flat
-        assert pages is not None, "no host pool is registered"
-        chain, first = self._chain(keys, extra_info)
-        return pages.match(chain, first).pages
+        if self._logical:
+            return 0  # without the other pools nothing is known of it
+        chain, first = self._asked_chain(keys, extra_info)
+        return self._match_kv(chain, first)
+
+    def _match_kv(self, chain: PageKeys, first: int) -> int:
+        if self.options.zero_copy:
+            return self._pools[KV].match(chain, first)
+        assert self._flat is not None
+        return self._flat.match(chain, first).pages
 
     def _move(
         self,
         operation: str,
-        move: Callable[[NamespaceStore, PageKeys, int, PageFragments], list[bool]],
+        move: Callable[[Sequence[Move]], list[Bools]],
         keys: Sequence[str],
         host_indices: torch.Tensor,
         extra_info: HiCacheStorageExtraInfo | None,
     ) -> list[bool]:
-        """Load or save pages of the host pool; one answer a page, whatever happens."""
+        """Load or save pages of the main pool; one answer a page, whatever happens."""
 
         def call() -> list[bool]:
-            assert self._pages is not None and self._zero_copy is not None
-            chain, first = self._chain(keys, extra_info)
+            if self._logical:
+                return [True] * len(keys)
+            chain, first = self._moved_chain(keys, extra_info)
             start_s = time.perf_counter()
-            memory = self._pages.fragments(host_indices)
-            done = move(self._zero_copy, chain, first, memory)
+            moves = self._pools[KV].moves(chain, first, host_indices)
+            done: list[bool] = np.logical_and.reduce(move(moves)).tolist()
             if self._metrics is not None:
-                self._metrics.note(operation, sum(done), memory.page_bytes, start_s)
+                page_bytes = self._pools[KV].pages.page_bytes
+                self._metrics.note(operation, sum(done), page_bytes, start_s)
             return done
 
         return self._answer(operation, [False] * len(keys), call)
 
-    # ---- generic: flat page tensors, when the zero-copy interface is not selected ----
-    def exists(self, key: str) -> bool:
-        """Whether one page is stored."""
-        return self.batch_exists([key]) == 1
-
-    def get(
-        self, key: str, target_location: Any | None = None, target_sizes: Any | None = None
-    ) -> torch.Tensor | None:
-        """Load one flat page into `target_location`; None if it is missing."""
-        return self.batch_get([key], [target_location])[0]
-
-    def batch_get(
+    # ---- several pools at once ----
+    def batch_exists_v2(
         self,
         keys: Sequence[str],
-        target_locations: Any | None = None,
-        target_sizes: Any | None = None,
-    ) -> list[torch.Tensor | None]:
-        """Load flat pages into the tensors given; None for each page that is missing."""
-        targets = [] if target_locations is None else list(target_locations)
-        loaded = self._answer("get", [False] * len(keys), lambda: self._get_flat(keys, targets))
-        return [targets[i] if ok else None for i, ok in enumerate(loaded)]
+        pool_transfers: Sequence[PoolTransfer] | None = None,
+        extra_info: HiCacheStorageExtraInfo | None = None,
+    ) -> PoolTransferResult:
+        """Return which prefixes of `keys` can be restored with all pools; see `lookup`."""
+        return self._answer(
+            "exists",
+            PoolTransferResult.empty(),
+            lambda: self._exists_v2(keys, pool_transfers or [], extra_info),
+        )
 
-    def set(
+    def batch_get_v2(
         self,
-        key: str,
-        value: Any | None = None,
-        target_location: Any | None = None,
-        target_sizes: Any | None = None,
-    ) -> bool:
-        """Save one flat page."""
-        return self.batch_set([key], [value])
+        transfers: Sequence[PoolTransfer],
+        extra_info: HiCacheStorageExtraInfo | None = None,
+    ) -> dict[str, list[bool]]:
+        """Load pages of several pools; for each of them one answer a page."""
+        return self._move_v2("get", self._mover.load, transfers, extra_info)
 
-    def batch_set(
+    def batch_set_v2(
+        self,
+        transfers: Sequence[PoolTransfer],
+        extra_info: HiCacheStorageExtraInfo | None = None,
+    ) -> dict[str, list[bool]]:
+        """Save pages of several pools; for each of them one answer a page."""
+        return self._move_v2("set", self._mover.save, transfers, extra_info)
+
+    def _exists_v2(
         self,
         keys: Sequence[str],
-        values: Any | None = None,
-        target_locations: Any | None = None,
-        target_sizes: Any | None = None,
-    ) -> bool:
-        """Save flat pages; True when all of them are stored."""
-        tensors = [] if values is None else list(values)
-        return all(self._answer("set", [False] * len(keys), lambda: self._set_flat(keys, tensors)))
+        transfers: Sequence[PoolTransfer],
+        extra_info: HiCacheStorageExtraInfo | None,
+    ) -> PoolTransferResult:
+        chain, first = self._asked_chain(keys, extra_info)
 
-    def _get_flat(self, keys: Sequence[str], targets: list[torch.Tensor]) -> list[bool]:
-        assert self._flat is not None
-        fragments = self._flat_fragments(keys, targets)
-        return self._load_all(self._flat, PageKeys.from_hex(keys, False), 0, fragments)
+        def present(name: str, pages: int) -> Bools:
+            part = PageKeys(chain.part(0, first + pages), chain.width, chain.rooted)
+            return self._pools[name].contains(part, first)
 
-    def _set_flat(self, keys: Sequence[str], tensors: list[torch.Tensor]) -> list[bool]:
-        assert self._flat is not None
-        fragments = self._flat_fragments(keys, [tensor.contiguous() for tensor in tensors])
-        return self._save_all(self._flat, PageKeys.from_hex(keys, False), 0, fragments)
+        kv_pages = None if self._logical else self._match_kv(chain, first)
+        return usable_prefix(len(keys), kv_pages, transfers, present)
 
-    def _flat_fragments(self, keys: Sequence[str], tensors: list[torch.Tensor]) -> PageFragments:
-        assert self._flat is not None
-        size = self._flat.namespace.page_bytes
-        if len(tensors) != len(keys) or any(
-            t.numel() * t.element_size() != size or not t.is_contiguous() for t in tensors
-        ):
-            raise ValueError(f"expected {len(keys)} contiguous pages of {size} bytes")
-        address = np.array([[t.data_ptr()] for t in tensors], dtype=np.uint64)
-        return PageFragments(address, np.array([size], dtype=np.uint64), tensors)
+    def _move_v2(
+        self,
+        operation: str,
+        move: Callable[[Sequence[Move]], list[Bools]],
+        transfers: Sequence[PoolTransfer],
+        extra_info: HiCacheStorageExtraInfo | None,
+    ) -> dict[str, list[bool]]:
+        """Load or save pages of several pools. One that cannot be moved leaves the others alone."""
+        none: list[Any] = []
+        moves: list[Move] = []
+        spans: list[slice] = []  # which of the moves are a transfer's
+        for transfer in transfers:
+            ask = partial(self._moves_of, transfer, extra_info)
+            found: list[Move] = self._answer(operation, none, ask)
+            spans.append(slice(len(moves), len(moves) + len(found)))
+            moves += found
+        results: list[Bools] = self._answer(operation, none, lambda: move(moves))
+        answers: dict[str, list[bool]] = {}
+        for transfer, span in zip(transfers, spans, strict=True):
+            parts = results[span]  # none where it could not be moved, or nothing was
+            answer = np.logical_and.reduce(parts).tolist() if parts else None
+            answers[transfer.name] = answer or [False] * len(transfer.keys or ())
+        return answers
+
+    def _moves_of(
+        self, transfer: PoolTransfer, extra_info: HiCacheStorageExtraInfo | None
+    ) -> list[Move]:
+        keys = transfer.keys or []
+        if not keys:
+            return []
+        pool = self._pools.get(str(transfer.name))
+        if pool is None or transfer.host_indices is None:
+            raise ValueError(f"pool {str(transfer.name)!r} is not registered, or has no slots")
+        chain, first = self._moved_chain(keys, extra_info)
+        return pool.moves(chain, first, transfer.host_indices)
 
     # ---- the rest of the contract ----
     def clear(self) -> None:
@@ -238,12 +324,16 @@ class TuttiStorage(HiCacheStorage):
         self._answer("clear", None, self._clear)
 
     def _clear(self) -> None:
-        for pages in (self._zero_copy, self._flat):
-            if pages is not None:
-                logger.info("tutti: cleared %d pages", pages.clear())
+        pages = sum(pool.clear() for pool in self._pools.values())
+        if self._flat is not None:
+            pages += self._flat.clear()
+        logger.info("tutti: cleared %d pages", pages)
 
     def get_stats(self) -> Any:
-        """Return SGLang's StorageMetrics since the last call; None without `--enable-metrics`."""
+        """Return SGLang's StorageMetrics since the last call; None without `--enable-metrics`.
+
+        Pages and bandwidth are those of the main pool.
+        """
         return None if self._metrics is None else self._metrics.take()
 
     def close(self) -> None:
@@ -263,67 +353,31 @@ class TuttiStorage(HiCacheStorage):
             logger.warning("tutti: nothing is stored or loaded until the next attach: %s", reason)
 
     # ---- inside ----
-    def _chain(
+    def _asked_chain(
         self, keys: Sequence[str], extra_info: HiCacheStorageExtraInfo | None
     ) -> tuple[PageKeys, int]:
-        """The chain that ends with `keys`, and the number of ancestors in it.
+        """The chain that a look-up of `keys` is about, and the number of ancestors in it.
 
-        SGLang leaves `prefix_keys` out (or empty) at the root of its tree when it passes them at
-        all; without the plugin it never passes them and a page's ancestors are unknown.
+        SGLang leaves `prefix_keys` out at the root of its tree when it passes them at all. Without
+        the plugin the ancestors are unknown: SGLang passes none, or leaves some out.
+        """
+        if not self.options.passes_prefix_keys:
+            return PageKeys.from_hex(keys, False), 0
+        prefix = (extra_info.prefix_keys if extra_info is not None else None) or []
+        return PageKeys.from_hex([*prefix, *keys]), len(prefix)
+
+    def _moved_chain(
+        self, keys: Sequence[str], extra_info: HiCacheStorageExtraInfo | None
+    ) -> tuple[PageKeys, int]:
+        """The chain that ends with pages that are loaded or saved; see `_asked_chain`.
+
+        At the root `prefix_keys` is empty here. Where it is left out nothing is known of what comes
+        before the pages, which may be the last ones of a chain.
         """
         prefix = extra_info.prefix_keys if extra_info is not None else None
-        if prefix:
-            return PageKeys.from_hex([*prefix, *keys]), len(prefix)
-        return PageKeys.from_hex(keys, self.options.passes_prefix_keys), 0
-
-    def _save_all(
-        self, pages: NamespaceStore, chain: PageKeys, first: int, memory: PageFragments
-    ) -> list[bool]:
-        """Save all pages of `memory`."""
-        ticket: SaveTicket = pages.save(chain, memory, first)
-        try:
-            stored: list[bool] = ticket.wait(self.options.operation_timeout_s).tolist()
-            return stored
-        except BusyError:
-            # The engine may reuse the memory after we answer, so these pages must not appear.
-            ticket.cancel()
-            raise
-
-    def _load_all(
-        self, pages: NamespaceStore, chain: PageKeys, first: int, memory: PageFragments
-    ) -> list[bool]:
-        """Load all pages of `memory`, two parts in flight; see GET_TIME_S."""
-        count, loaded = memory.page_count, []
-        step = max(GET_PART_BYTES // memory.page_bytes, 1)
-        deadline_s = time.monotonic() + GET_TIME_S
-        in_flight: deque[LoadTicket] = deque()
-        for low in range(0, count, step):
-            if len(in_flight) == 2:
-                loaded += self._await_load(in_flight.popleft())
-                if time.monotonic() > deadline_s:
-                    break
-            part = memory.part(low, min(low + step, count))
-            in_flight.append(pages.load(chain, part, first + low, part.page_count))
-        for ticket in in_flight:
-            loaded += self._await_load(ticket)
-        return loaded + [False] * (count - len(loaded))
-
-    def _await_load(self, ticket: LoadTicket) -> list[bool]:
-        """Wait until no transfer touches the engine's memory any more, however slow the device.
-
-        An answer given earlier would let the engine hand the memory to another request while the
-        device still writes to it.
-        """
-        deadline_s = time.monotonic() + STALL_LIMIT_S
-        while True:
-            try:
-                loaded: list[bool] = ticket.wait(self.options.operation_timeout_s).tolist()
-                return loaded
-            except BusyError as error:
-                self._note_failure("get", error)
-                if time.monotonic() > deadline_s:
-                    self.switch_off("the device does not answer")
-                    raise
+        if prefix is None or not self.options.passes_prefix_keys:
+            return PageKeys.from_hex(keys, False), 0
+        return PageKeys.from_hex([*prefix, *keys]), len(prefix)
 
     def _answer(self, operation: str, otherwise: Result, call: Callable[[], Result]) -> Result:
         """The result of `call`, or `otherwise` when it fails for any reason."""
@@ -350,67 +404,3 @@ class TuttiStorage(HiCacheStorage):
             error,
             exc_info=not isinstance(error, BusyError),
         )
-
-
-class _Metrics:
-    """Pages and bandwidth of finished calls, handed to SGLang's collector and forgotten."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._calls: dict[str, list[tuple[int, float]]] = {"get": [], "set": []}
-
-    def note(self, operation: str, pages: int, page_bytes: int, start_s: float) -> None:
-        """A "get" or "set" of `pages` ended now."""
-        elapsed_s = max(time.perf_counter() - start_s, 1e-9)
-        with self._lock:
-            calls = self._calls[operation]
-            calls.append((pages, pages * page_bytes / elapsed_s / 1e9))
-            del calls[:-1024]
-
-    def take(self) -> Any:
-        """Everything noted since the last call, as StorageMetrics (bandwidth in GB/s)."""
-        from sglang.srt.observability.metrics_collector import StorageMetrics
-
-        with self._lock:
-            calls, self._calls = self._calls, {"get": [], "set": []}
-        gets, sets = calls["get"], calls["set"]
-        return StorageMetrics(
-            prefetch_pgs=[pages for pages, _ in gets],
-            backup_pgs=[pages for pages, _ in sets],
-            prefetch_bandwidth=[rate for _, rate in gets],
-            backup_bandwidth=[rate for _, rate in sets],
-        )
-
-
-def _writers(config: HiCacheStorageConfig) -> int:
-    """Ranks that save into one directory, taking all ranks to be on this node."""
-    per_stage = 1 if config.is_mla_model else config.tp_size
-    return int(per_stage * config.pp_size * config.attn_cp_size)
-
-
-def _namespace_fields(
-    config: HiCacheStorageConfig, options: Options, pool: Any, pages: HostPoolPages
-) -> dict[str, Any]:
-    """Everything but the layout that pages must have in common to be interchangeable."""
-    shard = [f"layers {pool.start_layer}-{pool.end_layer}", f"pp {config.pp_rank}/{config.pp_size}"]
-    if not config.is_mla_model:
-        shard.append(f"tp {config.tp_rank}/{config.tp_size}")
-    shard.append(f"cp {config.attn_cp_rank}/{config.attn_cp_size}")
-    extra = {
-        "pieces": str(len(pages.length_bytes)),
-        "storage_format_tag": str(getattr(pool, "storage_format_tag", None)),
-    }
-    for name in ("layer_num", "head_num", "head_dim", "v_head_dim", "kv_cache_dim"):
-        extra[name] = str(getattr(pool, name, None))
-    model = model_identity(config.model_name, options)
-    return {
-        "model": model.name,
-        "weights": model.weights,
-        "dtype": str(pool.dtype),
-        "page_tokens": pages.page_tokens,
-        "page_bytes": pages.page_bytes,
-        "shard": ", ".join(shard),
-        "pool": f"kv {type(pool).__name__}",
-        "key_bytes": KEY_BYTES,
-        "extra": {**extra, **model.extra},
-    }

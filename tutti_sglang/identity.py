@@ -17,6 +17,7 @@ from typing import Any, Protocol
 from tutti_core import ConfigError
 from tutti_sglang.fingerprint import weights_fingerprint
 from tutti_sglang.options import Options
+from tutti_sglang.shards import Ranks
 
 logger = logging.getLogger("tutti.sglang")
 
@@ -66,11 +67,45 @@ def model_identity(name: str | None, options: Options) -> ModelIdentity:
     Cost       reads a sample of each weight file; see `fingerprint`.
     """
     server = _server_args()
-    settings = ("dtype", "quantization", "json_model_override_args")
+    # Host pools hold both formats of 8 bits as bytes: only the setting tells them apart.
+    settings = ("dtype", "kv_cache_dtype", "quantization", "json_model_override_args")
     extra = {f"model_{key}": str(getattr(server, key, None)) for key in settings}
     if options.tenant:
         extra["tenant"] = options.tenant
     return ModelIdentity(name or "", options.weights or _fingerprint(server), extra)
+
+
+def draft_identity(options: Options) -> str:
+    """Return who the draft model of speculative decoding is; empty without one.
+
+    Part of what tells pages apart that hold KV of the draft model.
+    """
+    server = _server_args()
+    path = str(getattr(server, "speculative_draft_model_path", None) or "")
+    if not path:
+        return ""
+    revision = getattr(server, "speculative_draft_model_revision", None)
+    return f"{options.weights or ''} {_read_fingerprint(path, revision)}"
+
+
+def expects_draft() -> bool:
+    """Whether the server decodes speculatively: pools of a draft model may be registered late."""
+    return getattr(_server_args(), "speculative_algorithm", None) is not None
+
+
+def processes_on_node(ranks: Ranks) -> int:
+    """Return how many processes of this server run on this node and so share its store.
+
+    Ranks are taken to be spread evenly over the nodes. Outside a server, all of them are here.
+    """
+    try:
+        from sglang.srt.runtime_context import get_parallel
+
+        parallel = get_parallel()  # `dp_size` counts replicas; DP attention is within the world
+        everywhere = int(parallel.launch_world_size) * int(parallel.dp_size)
+        return max(everywhere // int(parallel.nnodes), 1)
+    except Exception:
+        return ranks.tp_size * ranks.pp_size * ranks.cp_size
 
 
 def _server_args() -> Any:
@@ -90,8 +125,12 @@ def _fingerprint(server: Any) -> str:
             "weights: they were changed while this server runs, so its files do not tell them",
             hint="set the option `weights` to something that changes with them",
         )
-    model_path = str(getattr(server, "model_path", "") or "")
-    revision = getattr(server, "revision", None)
+    return _read_fingerprint(
+        str(getattr(server, "model_path", "") or ""), getattr(server, "revision", None)
+    )
+
+
+def _read_fingerprint(model_path: str, revision: str | None) -> str:
     named = f"unread: {model_path} {revision or ''}"
     try:
         folder = _model_folder(model_path, revision)

@@ -1,7 +1,8 @@
 """Turns SGLang's extra config into settings of a store, and says what is wrong with it.
 
 SGLang hands over whatever is left of `--hicache-storage-backend-extra-config` after it took out its
-own settings. Everything here is checked at attach; a bad value fails the attach with its name.
+own settings, and the linker gets all of `--unified-cache-external-linker-config`. Everything here
+is checked at attach; a bad value fails the attach with its name.
 """
 
 from __future__ import annotations
@@ -15,7 +16,17 @@ from tutti_core import ConfigError, StoreConfig
 PREFIX_KEYS = "tutti_prefix_keys"
 """Set by the plugin: the engine passes the keys of each page's ancestors."""
 
-_PLUMBING = {"backend_name", "module_path", "class_name", "interface_v1", PREFIX_KEYS}
+RANK_DRAFTS = "tutti_rank_drafts"
+"""Set by the plugin: each rank stores its part of a draft pool that is split by heads."""
+
+_PLUMBING = {
+    "backend_name",
+    "module_path",
+    "class_name",
+    "interface_v1",
+    PREFIX_KEYS,
+    RANK_DRAFTS,
+}
 OWN_OPTIONS = frozenset({"weights", "tenant", "operation_timeout_s"})
 """Options that are not settings of the store."""
 _OPERATION_TIMEOUT_S = 30.0
@@ -30,6 +41,7 @@ class Options:
     tenant               servers with different tenants never share pages.
     operation_timeout_s  how long one call of the engine may wait for the device.
     passes_prefix_keys   whether the engine tells each page's ancestors.
+    backs_up_drafts      whether ranks store their parts of draft pools that are split by heads.
     zero_copy            whether the engine moves pages with the v1 calls or with the generic ones.
     """
 
@@ -38,6 +50,7 @@ class Options:
     tenant: str
     operation_timeout_s: float
     passes_prefix_keys: bool
+    backs_up_drafts: bool
     zero_copy: bool
 
 
@@ -49,7 +62,8 @@ def parse_options(extra_config: Mapping[str, Any] | None, writers: int) -> Optio
     Raises
         ConfigError: names the option, its value and what is accepted.
     """
-    settings = {k: v for k, v in (extra_config or {}).items() if k not in _PLUMBING}
+    given = dict(extra_config or {})
+    settings = {name: value for name, value in given.items() if name not in _PLUMBING}
     fallback_path = settings.pop("file_storage_path", None)  # SGLang's --file-storage-path
     if fallback_path is not None:
         settings.setdefault("path", fallback_path)
@@ -60,8 +74,9 @@ def parse_options(extra_config: Mapping[str, Any] | None, writers: int) -> Optio
         weights=_text(own, "weights"),
         tenant=_text(own, "tenant") or "",
         operation_timeout_s=_seconds(own, "operation_timeout_s", _OPERATION_TIMEOUT_S),
-        passes_prefix_keys=bool((extra_config or {}).get(PREFIX_KEYS, False)),
-        zero_copy=bool((extra_config or {}).get("interface_v1", False)),
+        passes_prefix_keys=bool(given.get(PREFIX_KEYS, False)),
+        backs_up_drafts=bool(given.get(RANK_DRAFTS, False)),
+        zero_copy=bool(given.get("interface_v1", False)),
     )
 
 

@@ -183,6 +183,18 @@ def test_layers_are_grouped_into_parts(
     assert [list(part) for part in group_layers(layer_bytes, aim)] == parts
 
 
+@pytest.mark.parametrize(
+    ("layers", "layer_bytes", "most"),
+    [(32, 32 << 10, 4), (32, 256 << 10, 3), (4, 1 << 10, 3), (32, 4 << 10, 16), (61, 1 << 20, 1)],
+)
+def test_a_part_is_an_eighth_of_a_page_within_bounds(
+    layers: int, layer_bytes: int, most: int
+) -> None:
+    parts = group_layers([layer_bytes] * layers)
+    assert parts[0] == (0,) and max(map(len, parts[1:])) == most
+    assert [layer for part in parts for layer in part] == list(range(layers))
+
+
 # ---- what goes well ----
 def test_layers_are_completed_in_order_and_loads_are_ended(reader: Make) -> None:
     parts = Parts(4)
@@ -259,6 +271,36 @@ def test_so_many_parts_are_in_flight(reader: Make, ahead: int) -> None:
     parts = Parts(8)
     run(reader(8, parts_ahead_max=ahead), [LayerRead(parts, one_each(8))])
     assert parts.in_flight_max == ahead
+
+
+@pytest.mark.parametrize("ahead", [1, 2, 8])
+@pytest.mark.parametrize(
+    ("layers", "first", "needed"),
+    [
+        ([one_each(8)], 0, 1),
+        ([one_each(8)] * 3, 0, 3),
+        ([((), *one_each(8))] * 2, 0, 4),  # a part without a layer comes before the first
+        ([((0,), (0, 1), *one_each(8)[2:])], 0, 2),  # two parts bring the first
+        ([one_each(8)[3:], one_each(8)[5:]], 3, 1),
+    ],
+)
+def test_the_first_layer_has_the_device_nearly_to_itself(
+    reader: Make, layers: list[Any], first: int, needed: int, ahead: int
+) -> None:
+    log: list[Any] = []
+    batch = [LayerRead(Parts(len(each), log=log), each) for each in layers]
+    run(reader(8, parts_ahead_max=ahead), batch, Sink(8, log))
+    starts = [entry[0] == "start" for entry in log]
+    before = sum(starts[: log.index(("layer", first))])
+    assert needed <= before <= needed + 1
+    assert sum(starts) == sum(map(len, layers))
+
+
+@pytest.mark.parametrize("layers", [((0,), (), ()), ((), (), ())])
+def test_parts_after_the_last_layer_are_read_too(reader: Make, layers: Any) -> None:
+    parts = Parts(3)
+    sink = run(reader(1), [LayerRead(parts, layers)])
+    assert sink.layers == [0] and len(parts.addresses) == 3 and parts.ended == 1
 
 
 def test_batches_run_in_the_order_of_submission(reader: Make) -> None:
@@ -343,6 +385,18 @@ def test_reads_that_do_not_fit_fail(reader: Make, layers: Any, said: str) -> Non
     assert isinstance(sink.error, ValueError) and said in str(sink.error)
 
 
+def test_loads_that_were_made_before_make_failed_are_ended(reader: Make) -> None:
+    one, sink, parts = reader(2), Sink(2), Parts(2)
+
+    def make() -> Iterator[LayerRead]:
+        yield LayerRead(parts, one_each(2))
+        raise KeyError("the second")
+
+    one.submit(make, sink)
+    assert isinstance(sink.wait().error, KeyError)
+    assert one.wait_idle(WAIT_S) and parts.ended == 1 and not parts.addresses
+
+
 def test_make_may_return_nonsense(reader: Make) -> None:
     one, sink = reader(2), Sink(2)
     one.submit(lambda: None, sink)  # type: ignore[arg-type,return-value]
@@ -420,7 +474,7 @@ def test_what_never_comes_fails_the_batch_and_stays_owned(reader: Make) -> None:
     error = sink.wait().error
     assert isinstance(error, LayerLoadError) and error.still_written
     assert "has not arrived" in str(error)
-    assert parts.ended == 0 and len(parts.in_flight) == 3, "given up while it is written to"
+    assert parts.ended == 0 and len(parts.in_flight) == 2, "given up while it is written to"
     assert one.busy and not one.wait_idle(0.05)
     parts.released.set()
     assert one.wait_idle(WAIT_S) and parts.ended == 1 and not parts.in_flight
@@ -616,7 +670,7 @@ def test_room_that_a_device_still_writes_to_is_kept(reader: Make) -> None:
     parts.released.clear()
     one = reader(3, stager=rooms, timeout_s=0.02)
     one.submit(lambda: [LayerRead(parts, one_each(3), "rows")], sink)
-    assert isinstance(sink.wait().error, LayerLoadError) and rooms.open == 3
+    assert isinstance(sink.wait().error, LayerLoadError) and rooms.open == 2
     parts.released.set()
     assert one.wait_idle(WAIT_S) and rooms.open == 0
 
