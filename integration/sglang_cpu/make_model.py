@@ -13,6 +13,7 @@ import json
 import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 VOCABULARY_MAX = 1024
 VOCABULARY_MIN = 256 + 3  # bytes and special tokens; merges come on top. Ids below are always valid
@@ -40,6 +41,13 @@ class ModelShape:
     # Far above the usual 0.02: greedy output must depend on the whole prompt, so that a wrong KV
     # page shows in the text.
     initializer_range: float = 0.25
+
+
+@dataclass(frozen=True)
+class WindowShape(ModelShape):
+    """The same with a sliding window in every other layer, which SGLang keeps in a pool apart."""
+
+    sliding_window: int = 96
 
 
 def ensure_model(folder: Path, *, seed: int = 0, shape: ModelShape | None = None) -> Path:
@@ -89,21 +97,36 @@ def _write_tokenizer(folder: Path) -> int:
 
 def _write_weights(folder: Path, vocabulary: int, seed: int, shape: ModelShape) -> None:
     import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
     from transformers.utils import logging
 
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    config = LlamaConfig(
-        vocab_size=(vocabulary + 63) // 64 * 64,
-        max_position_embeddings=CONTEXT_TOKENS,
-        bos_token_id=SPECIAL_TOKENS.index("<s>"),
-        eos_token_id=SPECIAL_TOKENS.index("</s>"),
+    settings = {
+        "vocab_size": (vocabulary + 63) // 64 * 64,
+        "max_position_embeddings": CONTEXT_TOKENS,
+        "bos_token_id": SPECIAL_TOKENS.index("<s>"),
+        "eos_token_id": SPECIAL_TOKENS.index("</s>"),
         **asdict(shape),
-    )
+    }
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = LlamaForCausalLM(config).to(torch.float32)  # type: ignore[no-untyped-call]
+        model = _model(settings, shape).to(torch.float32)
     model.save_pretrained(folder)
+
+
+def _model(settings: dict[str, Any], shape: ModelShape) -> Any:
+    """A LLaMA, or a Mellum without experts where there are windows."""
+    if not isinstance(shape, WindowShape):
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        return LlamaForCausalLM(LlamaConfig(**settings))  # type: ignore[no-untyped-call]
+    from transformers import MellumConfig, MellumForCausalLM
+
+    layers = shape.num_hidden_layers
+    kinds = ["sliding_attention", "full_attention"] * layers
+    config = MellumConfig(
+        layer_types=kinds[:layers], mlp_layer_types=["dense"] * layers, **settings
+    )
+    return MellumForCausalLM(config)
 
 
 def encode(folder: Path, text: str) -> list[int]:

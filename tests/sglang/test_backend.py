@@ -15,9 +15,9 @@ import pytest
 import torch
 from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig, HiCacheStorageExtraInfo
 
-from tutti_core import ConfigError, UnsupportedError
-from tutti_sglang import backend as backend_module
+from tutti_core import ConfigError, NamespaceStore, UnsupportedError
 from tutti_sglang import identity as identity_module
+from tutti_sglang import moves as moves_module
 from tutti_sglang.backend import TuttiStorage
 from tutti_sglang.options import PREFIX_KEYS
 from tutti_sglang.pools import KNOWN_LAYOUTS, describe_pool
@@ -170,7 +170,7 @@ def test_large_gets_are_made_in_parts(
     pool.fill(1)
     before = [pool.bytes_of(p) for p in range(8)]
     assert all(storage.batch_set_v1(keys, pool.slots(list(range(8))), prefix([])))
-    monkeypatch.setattr(backend_module, "GET_PART_BYTES", -(-8 // parts) * pool.page_bytes)
+    monkeypatch.setattr(moves_module, "PART_BYTES", -(-8 // parts) * pool.page_bytes)
     assert storage.batch_get_v1(keys, pool.slots(list(range(8, 16))), prefix([])) == [True] * 8
     assert [pool.bytes_of(p) for p in range(8, 16)] == before
     behind = storage.batch_get_v1(keys[3:], pool.slots([20, 21, 22, 23, 24]), prefix(keys[:3]))
@@ -178,13 +178,54 @@ def test_large_gets_are_made_in_parts(
     assert [pool.bytes_of(p) for p in range(20, 25)] == before[3:]
 
 
+@pytest.mark.parametrize("pages_a_part", [1, 3, 8])
+def test_large_sets_are_made_in_parts(
+    pages_a_part: int, storage: TuttiStorage, pool: HostPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = chain(20)
+    pool.fill(1)
+    before = [pool.bytes_of(p) for p in range(20)]
+    monkeypatch.setattr(moves_module, "PART_BYTES", pages_a_part * pool.page_bytes)
+    assert storage.batch_set_v1(keys[4:], pool.slots(list(range(4, 20))), prefix(keys[:4]))
+    assert storage.batch_exists(keys[4:], prefix(keys[:4])) == 16
+    assert storage.batch_set_v1(keys, pool.slots(list(range(20))), prefix([])) == [True] * 20
+    assert storage.batch_exists(keys) == 20
+    pool.fill(2)
+    assert all(storage.batch_get_v1(keys, pool.slots(list(range(30, 50))), prefix([])))
+    assert [pool.bytes_of(p) for p in range(30, 50)] == before
+
+
+def test_a_set_that_takes_too_long_leaves_nothing(
+    store_folder: Path, pool: HostPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    storage = attach(store_folder, pool, extra={"operation_timeout_s": 0.2})
+    gate, keys = threading.Event(), chain(4)
+    transport = storage.store._transport
+    honest = transport.submit
+
+    def late(batch: Any) -> Any:
+        gate.wait(20)
+        return honest(batch)
+
+    monkeypatch.setattr(transport, "submit", late)
+    monkeypatch.setattr(moves_module, "PART_BYTES", pool.page_bytes)
+    assert storage.batch_set_v1(keys, pool.slots([0, 1, 2, 3]), prefix([])) == [False] * 4
+    gate.set()
+    monkeypatch.undo()
+    pool.fill(9)  # the engine has given the memory to another request
+    other = chain(1, "b")
+    assert storage.batch_set_v1(other, pool.slots([9]), prefix([])) == [True], "it goes on"
+    assert storage.batch_exists(keys) == 0
+    storage.close()
+
+
 def test_a_get_that_takes_long_starts_no_more_parts(
     storage: TuttiStorage, pool: HostPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     keys = chain(8)
     assert all(storage.batch_set_v1(keys, pool.slots(list(range(8))), prefix([])))
-    monkeypatch.setattr(backend_module, "GET_PART_BYTES", 2 * pool.page_bytes)
-    monkeypatch.setattr(backend_module, "GET_TIME_S", -1.0)
+    monkeypatch.setattr(moves_module, "PART_BYTES", 2 * pool.page_bytes)
+    monkeypatch.setattr(moves_module, "GET_TIME_S", -1.0)
     loaded = storage.batch_get_v1(keys, pool.slots(list(range(8, 16))), prefix([]))
     assert loaded == [True] * 4 + [False] * 4, "two parts were in flight, no third was started"
     assert storage.batch_exists(keys) == 8, "the others are not missing, only late"
@@ -340,7 +381,7 @@ def test_no_exception_reaches_the_engine(
             patch.setattr(type(storage.store._transport), name, broken)
             # A load does not flush.
             assert storage.batch_get_v1(keys, slots, prefix([])) == [name == "flush"] * 2
-            patch.setattr(type(storage._zero_copy), "match", broken)
+            patch.setattr(NamespaceStore, "match", broken)
             assert storage.batch_exists(keys) == 0
     assert storage.batch_exists(keys) == 2
 
@@ -366,7 +407,7 @@ def test_unknown_pools_are_refused_and_nothing_is_touched(store_folder: Path) ->
     uneven = HostPool()
     honest = uneven.get_page_buffer_meta
     uneven.get_page_buffer_meta = lambda slots: (  # type: ignore[method-assign]
-        [p + int(slots[0]) ** 2 for p in honest(slots)[0]],
+        [p + 64 * (int(slots[0]) == PAGE_TOKENS) for p in honest(slots)[0]],
         honest(slots)[1],
     )
     outside = HostPool()
@@ -375,19 +416,6 @@ def test_unknown_pools_are_refused_and_nothing_is_touched(store_folder: Path) ->
         with pytest.raises(UnsupportedError, match=word):
             attach(store_folder, pool)
         assert _entries(store_folder) == []
-
-
-def test_sidecar_pools_and_dcp_are_refused(store_folder: Path) -> None:
-    storage = attach(store_folder)
-    with pytest.raises(UnsupportedError, match="mamba"):
-        storage.register_mem_host_pool_v2(HostPool(), "mamba")
-    assert storage.batch_exists(chain(1)) == 0
-    with pytest.raises(UnsupportedError, match="context parallelism"):
-        TuttiStorage(
-            storage_config(
-                store_folder, is_mla_model=True, tp_size=2, dcp_size=2, logical_page_size=8
-            )
-        )
 
 
 def test_changed_weights_end_the_use_of_what_is_stored(
@@ -435,7 +463,7 @@ def test_no_page_bytes_in_python_and_no_object_per_fragment(store_folder: Path) 
     slots = pool.slots(pages)
     storage.batch_set_v1(keys, slots, prefix([]))
     fragments = PAGE_COUNT * 192
-    moved_bytes = PAGE_COUNT * storage._pages.page_bytes
+    moved_bytes = PAGE_COUNT * storage._pools["kv"].pages.page_bytes
     tracemalloc.start()
     try:
         assert all(storage.batch_get_v1(keys, slots, prefix([])))

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from sglang_cpu import matrix
 from sglang_cpu.backends import Backend
-from sglang_cpu.matrix import CASES, DEFAULT_CASE, PAGE_COUNT, Case
+from sglang_cpu.matrix import CASES, DCP_CASES, DEFAULT_CASE, HYBRID_CASES, PAGE_COUNT, Case
+
+EVERY_CASE = (*CASES, *HYBRID_CASES, *DCP_CASES)
 
 
 @pytest.fixture
@@ -15,13 +18,13 @@ def backend(backend_name: str, store_folder: Path) -> Backend:
     return Backend(backend_name, store_folder, matrix.MATRIX_OPTIONS)
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", EVERY_CASE, ids=str)
 def test_round_trip_is_byte_exact(case: Case, backend: Backend) -> None:
     outcome = matrix.round_trip(case, backend)
     assert outcome.exact, outcome
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", EVERY_CASE, ids=str)
 def test_pages_outlive_the_engine(case: Case, backend: Backend) -> None:
     outcome = matrix.reopened(case, backend)
     assert outcome.exact, outcome
@@ -83,3 +86,124 @@ def test_generic_interface(case: Case, backend_name: str, store_folder: Path) ->
         case, flat, then_backend=Backend("tutti", store_folder, matrix.MATRIX_OPTIONS)
     )
     assert (other.recalled_pages, other.wrong_pages) == (0, ()), other
+
+
+# ---- models with more pools than one -----------------------------------------------------------
+
+
+def hybrid(family: str) -> Case:
+    return Case(family, "kernel", "page_first")
+
+
+def test_every_hybrid_has_what_it_is_tested_for(backend: Backend) -> None:
+    """So that no comparison below is one of nothing."""
+    pools = {
+        "swa": {"kv", "swa"},
+        "mamba": {"kv", "mamba"},
+        "dsa": {"kv", "indexer"},
+        "draft": {"kv", "draft"},
+        "v4": {
+            "kv",
+            "swa",
+            "deepseek_v4_c4",
+            "deepseek_v4_c4_indexer",
+            "deepseek_v4_c4_state",
+            "deepseek_v4_c4_indexer_state",
+            "deepseek_v4_c128",
+        },
+    }
+    for family, expected in pools.items():
+        folder = backend.folder / family
+        folder.mkdir()
+        with matrix.Stack(hybrid(family), Backend(backend.name, folder, backend.options)) as stack:
+            stored = stack.fill(1)
+            assert {str(name) for name in stack.storage.registered_pools} == expected
+            held = [*stored.pages[-1], *(stored.window[-1:] or [[]])[0], *stored.state]
+            assert all(part.any() for part in held) and len(held) >= 4
+            assert bool(stored.window) == (family in ("swa", "v4"))
+            assert bool(stored.state) == (family == "mamba")
+
+
+# What is left of ten pages when one of a pool is missing. A window is three pages, of V4 one.
+MISSING = [
+    ("swa", "kv", 0, 0),
+    ("swa", "kv", 4, 4),
+    ("swa", "kv", 9, 9),
+    ("swa", "swa", 2, 10),
+    ("swa", "swa", 6, 10),
+    ("swa", "swa", 7, 7),
+    ("swa", "swa", 9, 9),
+    ("mamba", "kv", 9, 0),  # the only state is that after the last page
+    ("mamba", "mamba", 9, 0),
+    ("dsa", "kv", 4, 4),
+    ("dsa", "indexer", 0, 0),
+    ("dsa", "indexer", 4, 4),
+    ("dsa", "indexer", 9, 9),
+    ("draft", "kv", 4, 4),
+    ("draft", "draft", 4, 4),
+    ("draft", "draft", 9, 9),
+    ("v4", "deepseek_v4_c4", 4, 4),
+    ("v4", "deepseek_v4_c128", 9, 9),
+    ("v4", "deepseek_v4_c4_indexer", 0, 0),
+    ("v4", "swa", 3, 10),
+    ("v4", "swa", 9, 9),
+    ("v4", "deepseek_v4_c4_state", 9, 9),
+    ("v4", "deepseek_v4_c4_indexer_state", 9, 9),
+]
+
+
+@pytest.mark.parametrize(("family", "pool", "page", "left"), MISSING)
+def test_missing_page_of_a_pool_cuts_the_prefix_exactly(
+    family: str, pool: str, page: int, left: int, backend: Backend
+) -> None:
+    case = hybrid(family)
+    if pool == "kv":
+        outcome = matrix.missing_page(case, backend, page=page)
+    else:
+        outcome = matrix.missing_beside(case, backend, pool=pool, page=page)
+    assert (outcome.recalled_pages, outcome.wrong_pages) == (left, ()), outcome
+    assert outcome.end_right, outcome
+
+
+@pytest.mark.parametrize("buffer", [0, -1], ids=["first_pool", "last_pool"])
+@pytest.mark.parametrize("page", [0, 5])
+@pytest.mark.parametrize("family", ["swa", "mamba", "dsa", "draft", "v4"])
+def test_flipped_bit_in_a_hybrid_is_a_miss(
+    family: str, page: int, buffer: int, backend: Backend
+) -> None:
+    """SGLang takes no window and no state once the other pages did not all arrive: then none is."""
+    outcome = matrix.flipped_bit(hybrid(family), backend, page=page, buffer=buffer)
+    if backend.verifies_pages:
+        left = 0 if family in ("swa", "mamba", "v4") else page
+        assert (outcome.recalled_pages, outcome.wrong_pages) == (left, ()), outcome
+        assert outcome.end_right, outcome
+    else:
+        assert outcome.wrong_pages == (page,), outcome
+
+
+@pytest.mark.parametrize("family", ["swa", "mamba", "v4"])
+def test_flipped_bit_in_the_end_of_a_prefix_is_a_miss(family: str, backend: Backend) -> None:
+    outcome = matrix.flipped_end(hybrid(family), backend, page=PAGE_COUNT - 1)
+    if backend.verifies_pages:
+        assert outcome.recalled_pages < PAGE_COUNT, outcome
+        assert outcome.wrong_pages == () and outcome.end_right, outcome
+    else:
+        assert outcome.recalled_pages == PAGE_COUNT and not outcome.end_right, outcome
+
+
+@pytest.mark.parametrize("family", ["swa", "mamba", "dsa", "draft"])
+def test_another_layout_of_a_hybrid_finds_nothing(family: str, backend: Backend) -> None:
+    if not backend.verifies_pages:
+        pytest.skip(f"backend {backend.name!r} doesn't name the layout in its keys")
+    other = Case(family, "direct", "page_first_direct")
+    outcome = matrix.reopened(hybrid(family), backend, then=other)
+    assert (outcome.recalled_pages, outcome.wrong_pages) == (0, ()), outcome
+
+
+@pytest.mark.parametrize("case", DCP_CASES[:2], ids=str)
+def test_ranks_of_decode_context_parallelism_have_pages_of_their_own(
+    case: Case, backend: Backend
+) -> None:
+    other = replace(case, rank=1)
+    outcome = matrix.reopened(case, backend, then=other)
+    assert (outcome.recalled_pages, outcome.wrong_pages) == (0, ()), outcome

@@ -220,6 +220,27 @@ def transfer_kv_all_layer_direct_lf_pf(
         host_layer[where] = src[src_indices].view(-1, *host_layer.shape[2:])
 
 
+# ---- recurrent state: one slot a page, so [slot][layer][1][...] in a host buffer ----------------
+
+
+def transfer_kv_mamba_pf_lf(
+    src: Tensor, dst: Tensor, src_indices: Tensor, dst_indices: Tensor, layer_id: int, **_: Any
+) -> None:
+    dst[dst_indices] = src[src_indices, layer_id].view(-1, *dst.shape[1:])
+
+
+def transfer_kv_mamba_lf_pf(
+    src_ptrs: Tensor,
+    dst: Tensor,
+    src_indices: Tensor,
+    dst_indices: Tensor,
+    item_size: int,
+    num_layers: int,
+    **_: Any,
+) -> None:
+    transfer_kv_all_layer_mla_lf_pf(src_ptrs, dst, src_indices, dst_indices, item_size, num_layers)
+
+
 COPY_FUNCTIONS = {
     name: value for name, value in list(globals().items()) if name.startswith("transfer_kv_")
 }
