@@ -5,7 +5,7 @@ SEED ?= 0
 SECONDS ?= 300
 DIR ?= .
 
-.PHONY: help env env-core demo test test-core lint fmt types bench sanitize soak fuzz clean
+.PHONY: help env env-core demo test test-core lint fmt types bench sanitize soak soak-sglang fuzz clean
 
 help:            ## this list
 	@grep -E '^[a-z-]+: .*##|^[a-z-]+:  *##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -46,6 +46,10 @@ sanitize: env-core    ## native tests plain and under ASan/UBSan and TSan
 
 soak: env-core   ## kill and verify, and the model test, for SECONDS with SEED
 	TUTTI_SOAK_SECONDS=$(SECONDS) TUTTI_SOAK_SEED=$(SEED) $(PY) -m pytest tests/soak -s
+
+soak-sglang: env ## a server on each route, with faults on the way, for SECONDS with SEED
+	$(PY) integration/sglang_cpu/soak.py --route hicache --seconds $(SECONDS) --seed $(SEED)
+	$(PY) integration/sglang_cpu/soak.py --route linker --seconds $(SECONDS) --seed $(SEED)
 
 fuzz: env-core   ## random bytes into every decoder of persisted data, for SECONDS with SEED
 	TUTTI_FUZZ_SECONDS=$(SECONDS) TUTTI_FUZZ_SEED=$(SEED) $(PY) -m pytest tests/fuzz -s

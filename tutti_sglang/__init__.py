@@ -1,1 +1,1 @@
-"""Tutti behind SGLang's hierarchical cache; the only package here that imports sglang and torch."""
+"""Tutti behind SGLang, on two routes; the only package here that imports sglang and torch."""

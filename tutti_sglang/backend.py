@@ -40,6 +40,7 @@ from tutti_sglang.identity import (
     processes_on_node,
     watch_weights,
 )
+from tutti_sglang.internals import HICACHE, require
 from tutti_sglang.lookup import usable_prefix
 from tutti_sglang.metrics import CallMetrics
 from tutti_sglang.moves import Bools, Move, Mover
@@ -66,6 +67,7 @@ class TuttiStorage(FlatCalls, HiCacheStorage):
     def __init__(
         self, storage_config: HiCacheStorageConfig, kwargs: dict[str, Any] | None = None
     ) -> None:
+        require(HICACHE)
         self._config = storage_config
         self._ranks = Ranks.of_config(storage_config)
         self.options: Options = parse_options(storage_config.extra_config, writers=1)

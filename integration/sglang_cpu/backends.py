@@ -2,6 +2,7 @@
 
 Everything that depends on the backend's name is here: which settings give it a folder, and how to
 see from outside what it holds. `file` is the control: it shows that the harness itself works.
+`tutti` has two routes: HiCache, by way of host memory, and the linker, straight from the device.
 """
 
 from __future__ import annotations
@@ -37,11 +38,14 @@ class Backend:
     """One backend keeping its pages in `folder`.
 
     Exported settings reach SGLang in two ways, since `file` reads its folder from the environment.
+
+    route: "hicache", or "linker" (of `tutti` only).
     """
 
     name: str
     folder: Path
     options: Mapping[str, Any] = field(default_factory=dict)
+    route: str = "hicache"
 
     @property
     def verifies_pages(self) -> bool:
@@ -49,9 +53,10 @@ class Backend:
         return self.name == "tutti"
 
     def extra_config(self) -> dict[str, Any]:
-        """The JSON for --hicache-storage-backend-extra-config."""
+        """The JSON of the route's configuration flag."""
         own = {"path": str(self.folder), **TUTTI_OPTIONS} if self.name == "tutti" else {}
-        return {**COMMON_OPTIONS, **own, **self.options}
+        common = COMMON_OPTIONS if self.route == "hicache" else {}
+        return {**common, **own, **self.options}
 
     def environment(self) -> dict[str, str]:
         if self.name == "file":
@@ -59,12 +64,31 @@ class Backend:
         return {}
 
     def server_flags(self) -> list[str]:
+        if self.route == "linker":
+            return [
+                f"--unified-cache-external-linker-backend={self.name}",
+                f"--unified-cache-external-linker-config={json.dumps(self.extra_config())}",
+            ]
         return [
             "--enable-hierarchical-cache",
             f"--hicache-storage-backend={self.name}",
             f"--hicache-storage-backend-extra-config={json.dumps(self.extra_config())}",
             "--hicache-storage-prefetch-policy=wait_complete",
         ]
+
+    def engine_arguments(self) -> dict[str, Any]:
+        """The same for `sglang.Engine`."""
+        if self.route == "linker":
+            return {
+                "unified_cache_external_linker_backend": self.name,
+                "unified_cache_external_linker_config": self.extra_config(),
+            }
+        return {
+            "enable_hierarchical_cache": True,
+            "hicache_storage_backend": self.name,
+            "hicache_storage_backend_extra_config": json.dumps(self.extra_config()),
+            "hicache_storage_prefetch_policy": "wait_complete",
+        }
 
     def usage(self) -> Usage:
         """What the store holds now; safe while a server is using it.

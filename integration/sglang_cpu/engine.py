@@ -1,6 +1,8 @@
 """SGLang's offline engine on a CPU with a storage backend; prints what it generated as JSON.
 
-    python integration/sglang_cpu/engine.py MODEL EXTRA_CONFIG PROMPT      (the last two: JSON)
+    python integration/sglang_cpu/engine.py MODEL ARGUMENTS PROMPT      (the last two: JSON)
+
+ARGUMENTS are those of `sglang.Engine` that choose the storage, see `Backend.engine_arguments`.
 
 One run is one process: what a second run gets from storage, it can only have from the disk.
 """
@@ -20,7 +22,7 @@ from sglang_cpu.server import BASE_ENVIRONMENT
 NEW_TOKENS = 8
 
 
-def main(model: str, extra_config: str, prompt: str) -> None:
+def main(model: str, arguments: str, prompt: str) -> None:
     os.environ.update(BASE_ENVIRONMENT)
     import sglang
 
@@ -34,10 +36,7 @@ def main(model: str, extra_config: str, prompt: str) -> None:
         dtype="float32",
         enable_cache_report=True,
         skip_server_warmup=True,
-        enable_hierarchical_cache=True,
-        hicache_storage_backend="tutti",
-        hicache_storage_backend_extra_config=extra_config,
-        hicache_storage_prefetch_policy="wait_complete",
+        **json.loads(arguments),
     )
     try:
         sampling = {"temperature": 0, "max_new_tokens": NEW_TOKENS, "ignore_eos": True}
@@ -45,7 +44,8 @@ def main(model: str, extra_config: str, prompt: str) -> None:
     finally:
         engine.shutdown()
     details = reply["meta_info"].get("cached_tokens_details") or {}
-    print(json.dumps({"output_ids": reply["output_ids"], "storage": details.get("storage", 0)}))
+    stored = details.get("storage", 0) + details.get("host", 0)  # the linker's count as host
+    print(json.dumps({"output_ids": reply["output_ids"], "storage": stored}))
 
 
 if __name__ == "__main__":  # the engine's processes import this file again

@@ -12,6 +12,7 @@ Invariants
 from __future__ import annotations
 
 import contextlib
+import http.client
 import json
 import os
 import signal
@@ -247,17 +248,7 @@ class SGLangServer:
         namespace: SGLang's `extra_key`. Prompts of different namespaces share no cache at all, so a
         fresh one gives an answer computed from scratch, to compare with.
         """
-        body = {
-            "input_ids": list(input_ids),
-            "sampling_params": {
-                "temperature": 0,
-                "max_new_tokens": max_new_tokens,
-                "ignore_eos": True,
-            },
-            "return_logprob": True,
-            "stream": True,
-            **({"extra_key": namespace} if namespace else {}),
-        }
+        body = _generation_request(input_ids, max_new_tokens, namespace)
         started = time.monotonic()
         events = self._stream("/generate", body)
         last = next(events, None)
@@ -266,9 +257,18 @@ class SGLangServer:
             raise ServerError(f"/generate: empty reply, {self._log_excerpt()}")
         for event in events:
             last = event
-        if "error" in last:
-            raise ServerError(f"/generate: {last['error']}")
+        refusal = last.get("error") or _refusal(last)
+        if refusal:
+            raise ServerError(f"/generate: {refusal}")
         return _generation(last, first_s, time.monotonic() - started)
+
+    def hang_up(self, input_ids: Sequence[int], after_s: float) -> None:
+        """Ask for a continuation, and close the connection without having read anything of it."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=REQUEST_TIMEOUT_S)
+        body = json.dumps(_generation_request(input_ids, 64, None))
+        connection.request("POST", "/generate", body, {"Content-Type": "application/json"})
+        time.sleep(after_s)
+        connection.close()
 
     def flush(self) -> None:
         """Empty the device and host tiers; the storage keeps its pages. Waits for idleness."""
@@ -289,14 +289,28 @@ class SGLangServer:
     def detach(self) -> None:
         self.call("DELETE", STORAGE_PATH, expect=200)
 
-    def attach(self, name: str, extra_config: Mapping[str, Any]) -> tuple[int, Any]:
-        """(HTTP status, message) of an attach at run time; a refusal isn't an exception."""
+    def attach(
+        self, name: str, extra_config: Mapping[str, Any], *, policy: str = "wait_complete"
+    ) -> tuple[int, Any]:
+        """(HTTP status, message) of an attach at run time; a refusal isn't an exception.
+
+        With the name of what is attached it changes the policy only.
+        """
         body = {
             "hicache_storage_backend": name,
             "hicache_storage_backend_extra_config_json": json.dumps(extra_config),
-            "hicache_storage_prefetch_policy": "wait_complete",
+            "hicache_storage_prefetch_policy": policy,
         }
         return self.call("PUT", STORAGE_PATH, body)
+
+    def metrics(self) -> dict[str, float]:
+        """Value by name of all metrics (needs --enable-metrics); summed over their labels."""
+        totals: dict[str, float] = {}
+        for line in str(self.call("GET", "/metrics", expect=200)[1]).splitlines():
+            if line and not line.startswith("#"):
+                name, _, value = line.partition(" ") if "{" not in line else _labelled(line)
+                totals[name] = totals.get(name, 0.0) + float(value)
+        return totals
 
     def call(
         self, method: str, path: str, body: Any = None, *, expect: int | None = None
@@ -367,6 +381,25 @@ def stored_pages(sequences: Sequence[Sequence[int]], page_tokens: int) -> int:
     return len(pages)
 
 
+def _refusal(event: Mapping[str, Any]) -> str | None:
+    """Why a streamed reply ended early; its status was sent before that was known."""
+    reason = event["meta_info"].get("finish_reason") or {}
+    return f"{reason.get('status_code')} {reason['message']}" if "message" in reason else None
+
+
+def _generation_request(
+    input_ids: Sequence[int], max_new_tokens: int, namespace: str | None
+) -> dict[str, Any]:
+    """The body of a greedy, streamed request."""
+    return {
+        "input_ids": list(input_ids),
+        "sampling_params": {"temperature": 0, "max_new_tokens": max_new_tokens, "ignore_eos": True},
+        "return_logprob": True,
+        "stream": True,
+        **({"extra_key": namespace} if namespace else {}),
+    }
+
+
 def _generation(event: Mapping[str, Any], ttft_s: float, total_s: float) -> Generation:
     meta = event["meta_info"]
     details = meta.get("cached_tokens_details") or {}  # absent when nothing was cached
@@ -378,6 +411,13 @@ def _generation(event: Mapping[str, Any], ttft_s: float, total_s: float) -> Gene
         ttft_s=ttft_s,
         total_s=total_s,
     )
+
+
+def _labelled(line: str) -> tuple[str, str, str]:
+    """(name, labels, value) of a metric with labels."""
+    name, _, rest = line.partition("{")
+    labels, _, value = rest.rpartition("} ")
+    return name, labels, value
 
 
 def _running(group: int) -> list[int]:

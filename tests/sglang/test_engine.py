@@ -18,16 +18,20 @@ PROMPT_HIT = 384  # whole pages of 16, and the last token is always computed
 
 def run_engine(model: Path, backend: Backend) -> dict[str, Any]:
     command = [sys.executable, str(ENGINE), str(model)]
-    command += [json.dumps(backend.extra_config()), json.dumps(PROMPT)]
+    command += [json.dumps(backend.engine_arguments()), json.dumps(PROMPT)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, done.stderr[-3000:]
     reply: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
     return reply
 
 
-def test_a_second_engine_reads_what_the_first_one_wrote(model: Path, backend: Backend) -> None:
-    if backend.name != "tutti":
-        pytest.skip("the script names the backend tutti")
+@pytest.mark.parametrize("route", ["hicache", "linker"])
+def test_a_second_engine_reads_what_the_first_one_wrote(
+    route: str, model: Path, backend_name: str, store_folder: Path
+) -> None:
+    if backend_name != "tutti":
+        pytest.skip("tutti's own routes")
+    backend = Backend(backend_name, store_folder, route=route)
     first = run_engine(model, backend)
     second = run_engine(model, backend)
     assert first["storage"] == 0

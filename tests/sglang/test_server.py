@@ -6,84 +6,22 @@ Weights are random and logits close together: a wrong KV page changes the output
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from deployment import (
+    FINE_LOGPROB,
+    PROMPT_HIT,
+    PROMPT_TOKENS,
+    Deployment,
+    assert_from_storage,
+    make_prompt,
+)
 from sglang_cpu.backends import PAGE_TOKENS, TUTTI_OPTIONS, Backend
-from sglang_cpu.make_model import VOCABULARY_MIN, ensure_model
-from sglang_cpu.server import Generation, ServerError, SGLangServer, stored_pages, wait_until
-
-PROMPT_TOKENS = 400
-PROMPT_HIT = (PROMPT_TOKENS - 1) // PAGE_TOKENS * PAGE_TOKENS  # the last token is always computed
-BACKUP_TIMEOUT_S = 60.0
-ADMIN_KEY = "test-key"
-FINE_LOGPROB = 1e-3  # rounding differs with the batch; a wrong page changes a logprob by 0.1 and up
-
-
-class Deployment:
-    """A store and the server that uses it, which can be killed and started again."""
-
-    def __init__(
-        self,
-        model: Path,
-        backend: Backend,
-        log_path: Path,
-        *,
-        flags: Sequence[str] = (),
-        env: dict[str, str] | None = None,
-        ranks: int = 1,
-    ) -> None:
-        self.model = model
-        self.backend = backend
-        self.ranks = ranks  # each keeps pages of its own
-        self._make: Callable[..., SGLangServer] = lambda serve=False: SGLangServer(
-            self.model,
-            [*backend.server_flags(), *flags],
-            env={**backend.environment(), **(env or {})},
-            log_path=log_path,
-            admin_key=ADMIN_KEY,
-            serve=serve,
-        )
-        self.server = self._make()
-
-    def __enter__(self) -> Deployment:
-        self.server.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.server.stop()
-
-    def kill_and_restart(self, *, serve: bool = False) -> None:
-        """SIGKILL, then a new server; with `serve`, through SGLang's other command."""
-        self.server.kill()
-        self.server = self._make(serve=serve)
-        self.server.start()
-
-    def generate_and_settle(self, prompt: list[int]) -> Generation:
-        """Generate, then wait until the storage holds every page of prompt and output."""
-        before = self.backend.usage().pages
-        reply = self.server.generate(prompt)
-        grown = self.ranks * stored_pages([[*prompt, *reply.output_ids]], PAGE_TOKENS)
-        self.await_pages(before + grown)
-        return reply
-
-    def await_pages(self, wanted: int) -> None:
-        if not wait_until(lambda: self.backend.usage().pages >= wanted, BACKUP_TIMEOUT_S):
-            raise TimeoutError(f"{self.backend.usage().pages} of {wanted} pages were backed up")
-
-
-def make_prompt(name: str, tokens: int = PROMPT_TOKENS) -> list[int]:
-    """Token ids that share no page with another name's."""
-    return [random.Random(f"{name} {i}").randrange(3, VOCABULARY_MIN) for i in range(tokens)]
-
-
-def assert_from_storage(reply: Generation, cold: Generation) -> None:
-    assert reply.cached.storage == PROMPT_HIT, reply.cached
-    assert reply.same_output(cold)
-    assert reply.logprob_difference(cold) <= FINE_LOGPROB
+from sglang_cpu.make_model import ensure_model
+from sglang_cpu.server import STORAGE_PATH, ServerError, SGLangServer, stored_pages, wait_until
 
 
 @pytest.fixture(scope="module")
@@ -169,25 +107,84 @@ def test_detach_and_attach(shared: Deployment) -> None:
     assert_from_storage(server.generate(prompt), cold)
 
 
-def test_bad_options_are_refused_and_the_server_lives(shared: Deployment) -> None:
+def test_wrong_requests_are_refused_and_the_server_lives(shared: Deployment) -> None:
+    """Each with a status of 400 and a word that tells what was wrong; nothing changes by them."""
     server, backend = shared.server, shared.backend
     if backend.name != "tutti":
         pytest.skip(f"backend {backend.name!r} doesn't check its options")
+    good = backend.extra_config()
+    raw = {"hicache_storage_backend": "tutti", "hicache_storage_backend_extra_config_json": "{no"}
+    attached = server.storage_status()
+    assert server.attach("file", {})[0] == 400  # while ours is there
+    assert server.attach("tutti", good, policy="some_day")[0] == 400
+    assert server.storage_status() == attached
+
     server.detach()
+    server.detach()  # nothing is there: SGLang says that it is done
     try:
-        for wrong in ({"no_such_option": 1}, {"capacity": "a lot"}):
-            status, message = server.attach(backend.name, {**backend.extra_config(), **wrong})
-            assert status == 400, message
-            assert next(iter(wrong)) in str(message)
+        for name, options, word in (
+            ("no-such-backend", {}, "no-such-backend"),
+            ("Tutti", good, "Tutti"),
+            ("tutti", {}, "path"),
+            ("tutti", {**good, "no_such_option": 1}, "no_such_option"),
+            ("tutti", {**good, "capacity": "a lot"}, "capacity"),
+            ("tutti", {**good, "path": "/proc/nowhere"}, "/proc/nowhere"),
+            ("tutti", {**good, "prefetch_threshold": "many"}, "prefetch_threshold"),
+        ):
+            status, message = server.attach(name, options)
+            assert status == 400 and word in str(message), message
+        assert server.call("PUT", STORAGE_PATH, raw)[0] == 400
+        assert server.storage_status()["hicache_storage_backend"] is None
     finally:
-        assert server.attach(backend.name, backend.extra_config())[0] == 200
+        assert server.attach(backend.name, good)[0] == 200
     assert server.healthy()
+
+
+def test_policies_of_prefetching(shared: Deployment) -> None:
+    """Whatever a request waits for, its output is the same; what waits gets all that is stored."""
+    server, backend = shared.server, shared.backend
+    prompt = make_prompt("policies")
+    cold = shared.generate_and_settle(prompt)
+    for policy in ("best_effort", "timeout", "wait_complete"):
+        assert server.attach(backend.name, backend.extra_config(), policy=policy)[0] == 200
+        assert server.storage_status()["hicache_storage_prefetch_policy"] == policy
+        for _ in range(3):
+            server.flush()
+            reply = server.generate(prompt)
+            assert reply.same_output(cold) and reply.logprob_difference(cold) <= FINE_LOGPROB
+            assert reply.cached.storage % PAGE_TOKENS == 0
+            if policy != "best_effort":
+                assert_from_storage(reply, cold)
+
+
+def test_metrics_of_the_backend_arrive(shared: Deployment) -> None:
+    """What `get_stats` tells is in the server's metrics: pages and bandwidth, each call once."""
+    if shared.backend.name != "tutti":
+        pytest.skip(f"backend {shared.backend.name!r} has no metrics")
+    prompt = make_prompt("metrics")
+    before = shared.server.metrics()
+    cold = shared.generate_and_settle(prompt)
+    shared.server.flush()
+    assert_from_storage(shared.server.generate(prompt), cold)
+    shared.server.generate(make_prompt("metrics, a step more", 20))  # SGLang asks at each step
+
+    def grown(name: str) -> float:
+        return shared.server.metrics()[name] - before.get(name, 0.0)
+
+    stored = stored_pages([[*prompt, *cold.output_ids]], PAGE_TOKENS)
+    assert wait_until(lambda: grown("sglang:backup_pgs_sum") >= stored, 10)
+    assert grown("sglang:prefetch_pgs_sum") == PROMPT_HIT // PAGE_TOKENS
+    assert grown("sglang:prefetch_pgs_count") == grown("sglang:prefetch_bandwidth_count") == 1
+    assert grown("sglang:prefetch_bandwidth_sum") > 0 < grown("sglang:backup_bandwidth_sum")
+    labels = [line for line in str(shared.server.call("GET", "/metrics")[1]).splitlines()]
+    assert any("sglang:prefetch_pgs_sum" in line and '"tutti"' in line for line in labels)
 
 
 def test_clear_empties_the_storage(shared: Deployment) -> None:
     prompt = make_prompt("clear")
     cold = shared.generate_and_settle(prompt)
     shared.server.clear_storage()
+    shared.server.clear_storage()  # of nothing
     assert wait_until(lambda: shared.backend.usage().pages == 0, 10)
     shared.server.flush()
     reply = shared.generate_and_settle(prompt)  # stores it again

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tutti_core import ConfigError
-from tutti_sglang.options import PREFIX_KEYS, parse_options
+from tutti_sglang.options import PREFIX_KEYS, RANK_DRAFTS, parse_options
 
 GOOD: dict[str, Any] = {"path": "/nowhere", "capacity": "2GiB"}
 
@@ -23,8 +23,11 @@ def test_defaults() -> None:
 
 def test_what_the_plugin_adds_is_not_an_option_of_the_operator() -> None:
     plumbing = {"backend_name": "tutti", "module_path": "m", "class_name": "c", "interface_v1": 1}
-    options = parse_options({**GOOD, **plumbing, PREFIX_KEYS: True}, writers=1)
-    assert options.passes_prefix_keys
+    hooks = {PREFIX_KEYS: True, RANK_DRAFTS: True}
+    options = parse_options({**GOOD, **plumbing, **hooks}, writers=1)
+    assert options.passes_prefix_keys and options.backs_up_drafts and options.zero_copy
+    bare = parse_options(GOOD, writers=1)
+    assert not (bare.passes_prefix_keys or bare.backs_up_drafts or bare.zero_copy)
 
 
 def test_sglang_file_storage_path_is_the_default_path() -> None:
