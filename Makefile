@@ -40,6 +40,8 @@ bench: env       ## ratios against fio and SGLang's file backend, in DIR
 	.venv/bin/tutti bench io --dir $(DIR)
 	.venv/bin/tutti bench index --dir $(DIR)
 	.venv/bin/tutti bench tiers --dir $(DIR)
+	.venv/bin/tutti bench linker --dir $(DIR)
+	.venv/bin/tutti bench overlap --dir $(DIR)
 
 sanitize: env-core    ## native tests plain and under ASan/UBSan and TSan
 	bash tests/native/sanitize.sh

@@ -485,12 +485,15 @@ def bench_linker(
     ] = True,
     json_file: _Json = None,
 ) -> None:
-    """Load a prefix into a device pool layer by layer; fio, and the way by host memory.
+    """Load a prefix into a device pool layer by layer, against fio and the way by host memory.
 
-    Shows when layer 0 and when the last layer is there. The largest prefix of the defaults takes
-    8 GiB three times on disk and twice in memory; where there is less room, it is made shorter.
+    Shows when layer 0 and when the last layer is there.
+
+    The longest prefix of the defaults is 8 GiB, three times on disk and twice in memory; where
+    there is less room, a shorter one is measured and the row says so.
     """
-    from tutti_core.bench.linker import LinkerPlan, run_linker
+    from tutti_core.bench.layered import LinkerPlan
+    from tutti_core.bench.linker import run_linker
 
     _check_json(json_file)
     plan = LinkerPlan(
@@ -511,7 +514,7 @@ def bench_linker(
     def show(console: Console) -> None:
         names = ("geometry", "pages", "layer0_ms", "all_ms", "fio_ms", "hicache_ms")
         title = f"layer-wise loads, medians of {rounds} rounds or more"
-        columns = (*names, "ratio_fio", "python_us_per_layer", "part_bytes")
+        columns = (*names, "ratio_fio", "python_us_per_layer")
         console.print(_rows_table(title, columns, result["rows"]))
         for row in result["rows"]:
             if "note" in row:
@@ -562,7 +565,7 @@ def bench_overlap(
     def show(console: Console) -> None:
         names = ("compute_ms", "io_ms", "ideal_ms", "measured_ms", "over_ideal")
         title = f"{result['geometry']}, {result['pages']} pages, medians of {rounds} rounds"
-        console.print(_rows_table(title, (*names, "over_ideal_even", "stall_ms"), result["rows"]))
+        console.print(_rows_table(title, (*names, "over_ideal_even", "waited_ms"), result["rows"]))
         console.print(_rows_table("targets", ("name", "value", "target", "met"), result["targets"]))
 
     _show({"command": "bench overlap", **result}, json_file, show)
@@ -642,7 +645,18 @@ def _rows_table(title: str, columns: Sequence[str], rows: list[dict[str, Any]]) 
 _LEFT = ("case", "name", "geometry")
 _LABELS = {
     "tutti_mib_s": "tutti\nMiB/s",
+    "layer0_ms": "layer 0\nms",
+    "all_ms": "all\nms",
+    "fio_ms": "fio\nms",
+    "hicache_ms": "by host\nms",
     "python_us_per_layer": "Python\nus/layer",
+    "compute_ms": "compute\nms/layer",
+    "io_ms": "I/O\nms",
+    "ideal_ms": "ideal\nms",
+    "measured_ms": "measured\nms",
+    "over_ideal": "over\nideal",
+    "over_ideal_even": "over even\nideal",
+    "waited_ms": "waited\nms",
     "fio_mib_s": "fio\nMiB/s",
     "file_mib_s": "file\nMiB/s",
     "ratio_fio": "of\nfio",

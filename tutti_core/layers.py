@@ -34,8 +34,8 @@ PARTS_AHEAD_MAX = 8
 have arrived, because a thread that has just slept pays for cold caches."""
 PART_BYTES_MIN = 64 << 10
 PART_BYTES_MAX = 768 << 10
-PART_SHARE = 8
-"""A part is an eighth of its page, within these bounds. The layers in a part wait for each other,
+PART_SHARE = 10
+"""A part is a tenth of its page, within these bounds. The layers in a part wait for each other,
 which costs a pipeline of reading and computing up to one part's time. Below the lower bound a
 device is far from its full speed; up to the upper one fewer parts cost the reader less CPU time.
 """

@@ -6,6 +6,7 @@ another model, or of the same one with other weights or settings, are never take
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import threading
 import weakref
@@ -68,8 +69,16 @@ def model_identity(name: str | None, options: Options) -> ModelIdentity:
     """
     server = _server_args()
     # Host pools hold both formats of 8 bits as bytes: only the setting tells them apart.
-    settings = ("dtype", "kv_cache_dtype", "quantization", "json_model_override_args")
+    settings = (
+        "dtype",
+        "kv_cache_dtype",
+        "quantization",
+        "json_model_override_args",
+        "load_format",
+    )
     extra = {f"model_{key}": str(getattr(server, key, None)) for key in settings}
+    if scales := getattr(server, "quantization_param_path", None):
+        extra["model_kv_scales"] = _file_digest(str(scales))
     if options.tenant:
         extra["tenant"] = options.tenant
     return ModelIdentity(name or "", options.weights or _fingerprint(server), extra)
@@ -106,6 +115,15 @@ def processes_on_node(ranks: Ranks) -> int:
         return max(everywhere // int(parallel.nnodes), 1)
     except Exception:
         return ranks.tp_size * ranks.pp_size * ranks.cp_size
+
+
+def _file_digest(path: str) -> str:
+    """What tells the content of a small file apart; its name, where it cannot be read."""
+    try:
+        return hashlib.sha256(Path(path).read_bytes()).hexdigest()[:32]
+    except OSError as error:
+        logger.warning("tutti: %s cannot be read (%s); only its name is compared", path, error)
+        return f"unread: {path}"
 
 
 def _server_args() -> Any:

@@ -456,7 +456,7 @@ def _shared() -> Iterator[Internal]:
         f"{SRT}.server_args.ServerArgs",
         Has(
             "model_path revision dtype kv_cache_dtype quantization json_model_override_args "
-            "served_model_name "
+            "load_format quantization_param_path served_model_name "
             "speculative_algorithm speculative_draft_model_path speculative_draft_model_revision"
         ),
         "telling models apart",

@@ -26,7 +26,7 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -317,27 +317,20 @@ class TuttiLinker(UnifiedCacheLinker):  # type: ignore[misc]
         """Wait until the batch writes nothing any more; True if all of it is in place."""
         return self._always("finish", False, lambda: self.layer_done_counter.finish(counter_index))
 
-    def _reads(self, loads: Sequence[_QueuedLoad], after: tuple[Any, ...]) -> list[LayerRead]:
-        """Find the pages of a batch; on the reader's thread."""
+    def _reads(self, loads: Sequence[_QueuedLoad], after: tuple[Any, ...]) -> Iterator[LayerRead]:
+        """Find the pages of a batch; on the reader's thread, which ends what was yielded."""
         # The first is that of what computed the slots. Staging makes its copies wait for the rest.
         for event in after[:1] if self._path.is_staged else after:
             event.synchronize()
-        reads: list[LayerRead] = []
-        try:
-            for queued in loads:
-                if queued.error is not None:
-                    raise queued.error
-                for transfer in queued.transfers:
-                    reads += self._reads_of(transfer, queued, after)
-        except BaseException:
-            for read in reads:
-                read.load.end()
-            raise
-        return reads
+        for queued in loads:
+            if queued.error is not None:
+                raise queued.error
+            for transfer in queued.transfers:
+                yield from self._reads_of(transfer, queued, after)
 
     def _reads_of(
         self, transfer: PoolTransfer, queued: _QueuedLoad, after: tuple[Any, ...]
-    ) -> list[LayerRead]:
+    ) -> Iterator[LayerRead]:
         linked = self._linked[str(transfer.name)]
         keys, pages = list(transfer.keys), linked.pages
         rows = pages.rows(transfer.host_indices)
@@ -345,7 +338,6 @@ class TuttiLinker(UnifiedCacheLinker):  # type: ignore[misc]
             raise ValueError(f"pool {pages.name}: {len(rows)} device pages for {len(keys)} keys")
         chain, first = queued.chain_of(keys)
         step = min(READ_PAGES_MAX, max(READ_FRAGMENTS_MAX // len(pages.length_bytes), 1))
-        reads = []
         for low in range(0, len(keys), step):
             part = rows[low : low + step]
             if self._path.is_staged:
@@ -353,8 +345,7 @@ class TuttiLinker(UnifiedCacheLinker):  # type: ignore[misc]
             else:
                 memory, target = pages.fragments(part, transfer.host_indices), None
             load = linked.store.load_parts(chain, memory, first + low, len(part))
-            reads.append(LayerRead(load, pages.layers, target))
-        return reads
+            yield LayerRead(load, pages.layers, target)
 
     def _note_failed_load(self, error: BaseException) -> None:
         """A batch did not arrive; on the reader's thread."""

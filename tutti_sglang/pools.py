@@ -135,7 +135,9 @@ def _page_tokens(pool: Any) -> int:
 
 def _page_count(pool: Any) -> int:
     count = getattr(pool, "page_num", None)
-    return int(pool.size) // int(pool.page_size) if count is None else int(count)
+    if count is None and int(pool.page_size) > 0:
+        count = int(pool.size) // int(pool.page_size)
+    return int(count or 0)
 
 
 # ---- the pieces of one page ----
