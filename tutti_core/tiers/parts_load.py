@@ -41,6 +41,7 @@ class Reading:
     low, high     positions of the pages in the load.
     address       where the part goes, (high - low, f).
     length_bytes  of the fragments of each page, (f,).
+    first, stop   which of the load's device pages it reads.
     ticket        of the transfer; None where all pages come from memory, or once it has ended.
     submitted_s   when that was started, by the monotonic clock.
     """
@@ -50,6 +51,8 @@ class Reading:
     high: int
     address: U64
     length_bytes: U64
+    first: int
+    stop: int
     ticket: int | None = None
     submitted_s: float = 0.0
 
@@ -125,10 +128,10 @@ class PartsLoad:
         high = count if high is None else high
         if not (0 <= part < self.part_count and 0 <= low <= high <= count) or self._ended:
             raise ValueError(f"part {part} of pages {low} .. {high} of {count}: there is no such")
-        reading = Reading(part, low, high, *self._target(part, low, high, address))
         i, j = np.searchsorted(self._at, (low, high)).tolist()
+        reading = Reading(part, low, high, *self._target(part, low, high, address), i, j)
         if i < j:
-            batch = self._batch(reading, i, j)
+            batch = self._batch(reading)
             reading.ticket = self._loader.submit(batch)
             if reading.ticket is None:
                 raise BusyError("too many transfers are in flight", op="load")
@@ -217,8 +220,9 @@ class PartsLoad:
         lengths = self._memory.length_bytes[first:stop]
         return self._memory.address[low:high, first:stop], lengths
 
-    def _batch(self, reading: Reading, i: int, j: int) -> Batch:
-        """The read of one part of device pages i .. j-1; that of part 0 brings the header."""
+    def _batch(self, reading: Reading) -> Batch:
+        """The read of one part of device pages; that of part 0 brings the header."""
+        i, j = reading.first, reading.stop
         start, lengths = self._parts.offset_bytes[reading.part], reading.length_bytes
         address = reading.address
         if j - i < len(address):
@@ -239,12 +243,11 @@ class PartsLoad:
         )
 
     def _devices_of(self, reading: Reading) -> npt.NDArray[np.uint32]:
-        i, j = np.searchsorted(self._at, (reading.low, reading.high)).tolist()
-        return self._device[i:j]
+        return self._device[reading.first : reading.stop]
 
     def _judge(self, reading: Reading, result: BatchResult) -> None:
         """Take pages whose part is not right off the good ones; the store forgets them."""
-        i, j = np.searchsorted(self._at, (reading.low, reading.high)).tolist()
+        i, j = reading.first, reading.stop
         if reading.part == 0:
             self._expected[:, i:j] = self._parts.expected(self._headers[i:j]).T
             self._expected[0, i:j] = self._where.checksum[i:j]
