@@ -51,6 +51,7 @@ from tutti_core.io.transport import (
     Transport,
     TransportOptions,
     TransportStats,
+    check_owner,
     checked_copy,
 )
 
@@ -212,7 +213,7 @@ class GdsTransport:
 
         A refusal of cuFile (too little memory of the GPU can be mapped) is noted, not raised.
         """
-        self._check_process()
+        check_owner(self._pid)
         with self._lock:
             self._check_open("register")
             region = self._ids.add(address, length_bytes)
@@ -280,7 +281,7 @@ class GdsTransport:
     def submit(self, batch: Batch) -> int:
         """Give host items to the host's transport and the others to the workers."""
         batch = checked_copy(batch, len(self._devices))
-        self._check_process()
+        check_owner(self._pid)
         place = self._places(batch.address)
         mixed = np.logical_or.reduceat(place != HOST, batch.fragment_start[:-1].astype(np.intp))
         own, others = np.flatnonzero(mixed), np.flatnonzero(~mixed)
@@ -354,7 +355,7 @@ class GdsTransport:
 
     def wait(self, ticket: int, timeout_s: float) -> BatchResult | None:
         """Return the result of a batch, or None if it is not finished; see `Transport.wait`."""
-        self._check_process()
+        check_owner(self._pid)
         timeout_s = min(max(timeout_s, 0.0), threading.TIMEOUT_MAX)
         deadline_s = time.monotonic() + timeout_s
         with self._lock:
@@ -428,14 +429,6 @@ class GdsTransport:
     def _check_open(self, op: str) -> None:
         if self._closed:
             raise StoreClosedError(f"{op}: the transport is closed", op=op)
-
-    def _check_process(self) -> None:
-        """Refuse a forked child: workers and the GPU's context stayed in the parent."""
-        if os.getpid() != self._pid:
-            raise StoreClosedError(
-                "the transport belongs to the process that this one was forked from",
-                hint="open one of its own",
-            )
 
 
 def _items(batch: Batch, items: npt.NDArray[np.intp]) -> Batch:

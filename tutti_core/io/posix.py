@@ -50,6 +50,7 @@ from tutti_core.io.transport import (
     Regions,
     TransportOptions,
     TransportStats,
+    check_owner,
     checked_copy,
 )
 
@@ -221,7 +222,7 @@ class PosixTransport:
 
     def register(self, address: int, length_bytes: int) -> int:
         """Return an id for `unregister`; registration changes nothing here."""
-        self._check_process()
+        check_owner(self._pid)
         with self._lock:
             self._check_open("register")
             return self._regions.add(address, length_bytes)
@@ -244,7 +245,7 @@ class PosixTransport:
             chunks_left=len(starts),
             done=threading.Event(),
         )
-        self._check_process()
+        check_owner(self._pid)
         with self._lock:
             self._check_open("submit")
             if len(self._flights) >= BATCHES_IN_FLIGHT_MAX:
@@ -399,7 +400,7 @@ class PosixTransport:
 
     def wait(self, ticket: int, timeout_s: float) -> BatchResult | None:
         """Return the result of a batch, or None if it is not finished; see `Transport.wait`."""
-        self._check_process()
+        check_owner(self._pid)
         with self._lock:
             flight = self._flights[ticket]
         if not flight.done.wait(min(max(timeout_s, 0.0), threading.TIMEOUT_MAX)):
@@ -416,7 +417,7 @@ class PosixTransport:
         """
         if not 0 <= device < len(self._devices):
             raise ValueError(f"device {device} out of range; there are {len(self._devices)}")
-        self._check_process()
+        check_owner(self._pid)
         with self._flush_locks[device]:
             self._check_open("flush")
             if self._flush_status[device] == 0:
@@ -452,14 +453,6 @@ class PosixTransport:
     def _check_open(self, op: str) -> None:
         if self._closed:
             raise StoreClosedError(f"{op}: the transport is closed", op=op)
-
-    def _check_process(self) -> None:
-        """Refuse a forked child: the workers stayed in the parent. Takes no lock."""
-        if os.getpid() != self._pid:
-            raise StoreClosedError(
-                "the transport belongs to the process that this one was forked from",
-                hint="open one of its own",
-            )
 
 
 def _checksum(parts: list[memoryview]) -> int:

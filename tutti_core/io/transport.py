@@ -17,12 +17,15 @@ Invariants every implementation keeps
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
+
+from tutti_core.errors import StoreClosedError
 
 BLOCK_BYTES = 4096
 """Device offsets are multiples of this, and so are the extents that slots occupy."""
@@ -231,6 +234,19 @@ class Regions:
     def remove(self, region: int) -> None:
         """Forget an id. Raises KeyError for an unknown or forgotten one."""
         self._known.remove(region)
+
+
+def check_owner(pid: int) -> None:
+    """Refuse a forked child the transport that process `pid` opened: its workers stayed there.
+
+    Raises
+        StoreClosedError
+    """
+    if os.getpid() != pid:
+        raise StoreClosedError(
+            "the transport belongs to the process that this one was forked from",
+            hint="open one of its own",
+        )
 
 
 def check_batch(batch: Batch, device_count: int) -> None:
