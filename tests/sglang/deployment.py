@@ -17,8 +17,16 @@ ADMIN_KEY = "test-key"
 FINE_LOGPROB = 1e-3  # rounding differs with the batch; a wrong page changes a logprob by 0.1 and up
 
 
+_started: list[SGLangServer] = []
+"""An idle server of SGLang's takes a whole core, so whoever starts one stops the last one."""
+
+
 class Deployment:
-    """A store and the server that uses it, which can be killed and started again."""
+    """A store and the server that uses it, which can be killed and started again.
+
+    Starting one stops the one that was started before: tests that share a server come first in
+    their module.
+    """
 
     def __init__(
         self,
@@ -44,8 +52,14 @@ class Deployment:
         self.server = self._make()
 
     def __enter__(self) -> Deployment:
-        self.server.start()
+        self._start()
         return self
+
+    def _start(self) -> None:
+        while _started:
+            _started.pop().stop()
+        _started.append(self.server)
+        self.server.start()
 
     def __exit__(self, *_: object) -> None:
         self.server.stop()
@@ -54,7 +68,7 @@ class Deployment:
         """SIGKILL, then a new server; with `serve`, through SGLang's other command."""
         self.server.kill()
         self.server = self._make(serve=serve)
-        self.server.start()
+        self._start()
 
     def generate_and_settle(self, prompt: list[int]) -> Generation:
         """Generate, then wait until the storage holds every page of prompt and output."""
