@@ -9,12 +9,17 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+U32 = npt.NDArray[np.uint32]
 U64 = npt.NDArray[np.uint64]
+
+CACHED_FRAGMENTS_MAX = 1 << 16
+"""Of a batch whose constant arrays are kept for the next one of its kind; 32 of them, 24 MiB."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +146,14 @@ class PageFragments:
         """Bytes of one page."""
         return int(self.length_bytes.sum())
 
+    def flat(self) -> tuple[U32, U64, U64]:
+        """The fragments as a batch has them, one item a page: fragment_start, address, length."""
+        count, each = self.address.shape
+        address = np.ascontiguousarray(self.address).reshape(-1)
+        make = _pattern if count * each <= CACHED_FRAGMENTS_MAX else _pattern.__wrapped__
+        start, length = make(self.length_bytes.tobytes(), count)
+        return start, address, length
+
     def part(self, start: int, stop: int) -> PageFragments:
         """Pages start .. stop-1, as a view."""
         return PageFragments(self.address[start:stop], self.length_bytes, self.owner)
@@ -148,6 +161,20 @@ class PageFragments:
     def select(self, pages: npt.NDArray[np.intp]) -> PageFragments:
         """The fragments of some of the pages, in the order given."""
         return PageFragments(self.address[pages], self.length_bytes, self.owner)
+
+
+@lru_cache(maxsize=32)
+def _pattern(lengths: bytes, count: int) -> tuple[U32, U64]:
+    """What is the same in every batch of so many pages: fragment_start and length_bytes.
+
+    Parameters
+        lengths: of the fragments of a page, packed uint64.
+    """
+    length = np.tile(np.frombuffer(lengths, dtype=np.uint64), count)
+    each = len(lengths) // 8
+    start = np.arange(0, (count + 1) * each, each, dtype=np.uint32)
+    start.flags.writeable = length.flags.writeable = False
+    return start, length
 
 
 def page_fragments(

@@ -179,6 +179,10 @@ class PageKeys:
     def __repr__(self) -> str:
         return f"PageKeys({len(self)} of {self.width} bytes, rooted={self.rooted})"
 
+    def upto(self, stop: int) -> PageKeys:
+        """The chain that ends with key `stop` - 1."""
+        return PageKeys(self.part(0, stop), self.width, self.rooted)
+
     def part(self, start: int, stop: int) -> bytes:
         """The packed bytes of keys start .. stop-1."""
         return self.data[start * self.width : stop * self.width]

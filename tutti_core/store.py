@@ -236,7 +236,7 @@ class NamespaceStore:
             raise ValueError("pages of this namespace are in parts; use load_parts")
         keys = self._chain(tokens, first)
         if count is not None:
-            keys = PageKeys(keys.part(0, first + count), keys.width, keys.rooted)
+            keys = keys.upto(first + count)
         fragments = self._fragments(memory, len(keys) - first, slots, writable=True)
         return self._store._loader.start(self._entry, keys, first, fragments)
 
@@ -264,7 +264,7 @@ class NamespaceStore:
             raise ValueError("pages of this namespace have no parts; use load")
         keys = self._chain(tokens, first)
         if count is not None:
-            keys = PageKeys(keys.part(0, first + count), keys.width, keys.rooted)
+            keys = keys.upto(first + count)
         fragments = None
         if memory is not None:
             fragments = self._fragments(memory, len(keys) - first, slots, writable=True)
@@ -284,7 +284,7 @@ class NamespaceStore:
         """
         keys = self._chain(tokens, first)
         if count is not None:
-            keys = PageKeys(keys.part(0, first + count), keys.width, keys.rooted)
+            keys = keys.upto(first + count)
         return Hold(self._store._placement, self._entry, keys, first)
 
     def pin(self, tokens: Any) -> int:

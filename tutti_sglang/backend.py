@@ -278,8 +278,7 @@ class TuttiStorage(FlatCalls, HiCacheStorage):
         chain, first = self._asked_chain(keys, extra_info)
 
         def present(name: str, pages: int) -> Bools:
-            part = PageKeys(chain.part(0, first + pages), chain.width, chain.rooted)
-            return self._pools[name].contains(part, first)
+            return self._pools[name].contains(chain.upto(first + pages), first)
 
         kv_pages = None if self._logical else self._match_kv(chain, first)
         return usable_prefix(len(keys), kv_pages, transfers, present)

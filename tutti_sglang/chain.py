@@ -39,7 +39,7 @@ class Chain:
 
     def upto(self, count: int) -> PageKeys:
         """The keys that end with the asked page number `count` - 1."""
-        return PageKeys(self.keys.part(0, self.first + count), self.keys.width, self.keys.rooted)
+        return self.keys.upto(self.first + count)
 
     def run(self, keys: Sequence[str]) -> tuple[PageKeys, int]:
         """Return (chain, first) of a run of the asked pages.

@@ -85,8 +85,7 @@ class Mover:
                     self._end_save(flying, done)
                 move = moves[part.move]
                 # A save goes to the end of its chain, so the chain ends with the part.
-                end = move.first + part.high
-                chain = PageKeys(move.chain.part(0, end), move.chain.width, move.chain.rooted)
+                chain = move.chain.upto(move.first + part.high)
                 memory = move.memory.part(part.low, part.high)
                 flying.append((part, move.pages.save(chain, memory, move.first + part.low)))
             while flying:

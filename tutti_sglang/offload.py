@@ -62,8 +62,7 @@ class PoolSave:
 
     def upto(self, count: int) -> PageKeys:
         """The chain up to the first `count` of the pages."""
-        keys = self.chain.part(0, self.first + count)
-        return PageKeys(keys, self.chain.width, self.chain.rooted)
+        return self.chain.upto(self.first + count)
 
     def is_stored(self) -> bool:
         """Whether all pages are stored. The last one is asked first: it mostly decides."""

@@ -536,7 +536,7 @@ class _SaveRun:
         if not self._staging.happened(piece.event, self._left_s()):
             return False
         low, high = self._first + piece.low, self._first + piece.high
-        keys = PageKeys(self._keys.part(0, high), self._keys.width, self._keys.rooted)
+        keys = self._keys.upto(high)
         piece.ticket = self._pages.save(keys, self._fragments(piece), low)
         self._saving.append(self._copied.popleft())
         return True

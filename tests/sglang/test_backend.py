@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig, HiCacheStorageExtraInfo
+from sglang.srt.mem_cache.hicache_storage import HiCacheStorageExtraInfo
+from v2_kit import storage_config
 
 from tutti_core import ConfigError, NamespaceStore, UnsupportedError
 from tutti_sglang import identity as identity_module
@@ -76,23 +77,6 @@ class HostPool:
         return torch.cat(
             [torch.arange(p * self.page_size, (p + 1) * self.page_size) for p in pages]
         )
-
-
-def storage_config(folder: Path, **changes: Any) -> HiCacheStorageConfig:
-    extra = {
-        "path": str(folder),
-        "capacity": "64MiB",
-        "durability": "none",
-        PREFIX_KEYS: True,
-        "interface_v1": 1,
-        **changes.pop("extra", {}),
-    }
-    fields = {
-        "tp_rank": 0, "tp_size": 1, "pp_rank": 0, "pp_size": 1, "attn_cp_rank": 0,
-        "attn_cp_size": 1, "is_mla_model": False, "enable_storage_metrics": False,
-        "is_page_first_layout": True, "model_name": "org/m",
-    }  # fmt: skip
-    return HiCacheStorageConfig(**{**fields, **changes, "extra_config": extra})
 
 
 def attach(folder: Path, pool: Any | None = None, **changes: Any) -> TuttiStorage:

@@ -324,7 +324,7 @@ class Bench:
         count, stored = self.shape.pages, 0
         for first in range(0, count, CALL_PAGES):
             stop = min(first + CALL_PAGES, count)
-            chain = PageKeys(self.keys.part(0, stop), KEY_BYTES)
+            chain = self.keys.upto(stop)
             where = self.pool.fragments.part(first, stop)
             stored += int(pages.save(chain, where, first).wait(WAIT_S).sum())
         if stored != count:

@@ -262,7 +262,7 @@ class _Loads:
         while time.monotonic() < end_s:
             chain = int(self._rng.integers(len(self._chains)))
             first = int(self._rng.integers(CHAIN_PAGES // LOAD_PAGES)) * LOAD_PAGES
-            keys = PageKeys(self._chains[chain].part(0, first + LOAD_PAGES), KEY_BYTES)
+            keys = self._chains[chain].upto(first + LOAD_PAGES)
             hits = self._hits()
             start_s = time.perf_counter()
             loaded = self._pages.load(keys, self._into.bytes, first).wait(WAIT_S)

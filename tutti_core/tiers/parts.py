@@ -118,12 +118,7 @@ class PartLayout:
         last = int(np.searchsorted(ends, np.uint64(self.first_bytes)))
         lengths = stored.length_bytes[: last + 1].copy()
         lengths[last] -= ends[last] - np.uint64(self.first_bytes)
-        count, each = stored.page_count, last + 1
-        return hashing.checksum_items(
-            np.arange(0, (count + 1) * each, each, dtype=np.uint32),
-            np.ascontiguousarray(stored.address[:, :each]).reshape(-1),
-            np.tile(lengths, count),
-        )
+        return hashing.checksum_items(*PageFragments(stored.address[:, : last + 1], lengths).flat())
 
     def sound(self, address: U64, checksum: U64) -> Mask:
         """Whether whole stored pages in memory are what their records say.

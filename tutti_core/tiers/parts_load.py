@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -25,6 +24,7 @@ from tutti_core.keys import PageKeys
 from tutti_core.tiers.manager import Entry
 from tutti_core.tiers.memory import MemoryTier
 from tutti_core.tiers.parts import aligned_blocks, block_addresses
+from tutti_core.tiers.saver import page_batch
 from tutti_core.tiers.stack import Hit, pieces
 
 if TYPE_CHECKING:
@@ -231,15 +231,13 @@ class PartsLoad:
             start -= PART_HEADER_BYTES
             address = np.concatenate((self._header_at[i:j, None], address), axis=1)
             lengths = np.concatenate((np.array([PART_HEADER_BYTES], dtype=np.uint64), lengths))
-        count, each = address.shape
-        return Batch(
-            op=Op.READ,
-            device=self._device[i:j],
-            offset_bytes=self._offset[i:j] + np.uint64(start),
-            fragment_start=_starts(count, each),
-            address=np.ascontiguousarray(address).reshape(-1),
-            length_bytes=_tiled(lengths.tobytes(), count),
-            checksum=self._loader.verify,
+        return page_batch(
+            Op.READ,
+            self._device[i:j],
+            self._offset[i:j] + np.uint64(start),
+            PageFragments(address, lengths),
+            j - i,
+            self._loader.verify,
         )
 
     def _devices_of(self, reading: Reading) -> npt.NDArray[np.uint32]:
@@ -296,19 +294,3 @@ class PartsLoad:
             with tier.lock:
                 tier.counters["hits"] += len(pages)
         self._loader.arrived(self._entry, self._keys, self._first, pages, tier)
-
-
-@lru_cache(maxsize=32)
-def _starts(count: int, each: int) -> npt.NDArray[np.uint32]:
-    """First fragment of each of `count` items of `each` fragments, and the end."""
-    starts = np.arange(0, (count + 1) * each, each, dtype=np.uint32)
-    starts.flags.writeable = False
-    return starts
-
-
-@lru_cache(maxsize=32)
-def _tiled(lengths: bytes, count: int) -> U64:
-    """Lengths, packed uint64, once for each of `count` items."""
-    tiled = np.tile(np.frombuffer(lengths, dtype=np.uint64), count)
-    tiled.flags.writeable = False
-    return tiled

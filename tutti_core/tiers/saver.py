@@ -546,13 +546,13 @@ def page_batch(
     checksum: bool,
 ) -> Batch:
     """The transport's view of the first `count` pages of `fragments`."""
-    each = len(fragments.length_bytes)
+    start, address, length = fragments.part(0, count).flat()
     return Batch(
         op=op,
         device=np.ascontiguousarray(device),
         offset_bytes=np.ascontiguousarray(offset_bytes),
-        fragment_start=np.arange(0, (count + 1) * each, each, dtype=np.uint32),
-        address=np.ascontiguousarray(fragments.address[:count]).reshape(-1),
-        length_bytes=np.tile(fragments.length_bytes, count),
+        fragment_start=start,
+        address=address,
+        length_bytes=length,
         checksum=checksum,
     )
