@@ -6,7 +6,6 @@ Tables go to standard output, progress and what was wrong with a trace to standa
 from __future__ import annotations
 
 import json
-import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -21,6 +20,7 @@ from pydantic import ByteSize, TypeAdapter, ValidationError
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
+from tutti_core.console import can_write
 from tutti_core.errors import ConfigError
 from tutti_core.policies.choice import DEFAULT, POLICIES
 from tutti_core.replay.evaluate import CAPACITY_PCT, JOBS_MAX, Evaluation, Plan, evaluate
@@ -218,12 +218,6 @@ def _check_outputs(*files: Path | None) -> None:
             continue
         if not can_write(file):
             raise ConfigError(f"{str(file)!r} cannot be written")
-
-
-def can_write(file: Path) -> bool:
-    """Whether a result file can be made or replaced."""
-    place = file if file.exists() else file.parent
-    return os.access(place, os.W_OK) and not file.is_dir()
 
 
 def _write(file: Path | None, text: Callable[[], str]) -> None:
