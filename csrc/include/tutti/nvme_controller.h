@@ -1,0 +1,155 @@
+// Bringing a controller up and down: reset, admin queue, identify, I/O queues, shadow doorbells.
+//
+// Host code only, on one thread at a time. How registers and memory for DMA are reached is the
+// Access's matter: the software controller's, vfio's or sysfs's. Every wait is bounded, by what the
+// controller says of itself or by kAdminTimeoutNs.
+#pragma once
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "tutti/nvme_queue.h"
+#include "tutti/status.h"
+
+namespace tutti::nvme {
+
+inline constexpr u64 kAdminTimeoutNs = 10'000'000'000;
+inline constexpr u32 kAdminEntries = 32;
+
+/// Memory that the controller reaches at `dma`, in one run.
+struct DmaMemory {
+    u8* address = nullptr;
+    u64 dma = 0;
+    u64 length_bytes = 0;
+};
+
+/// The way to one device.
+class Access {
+public:
+    virtual ~Access() = default;
+    /// BAR0, mapped.
+    virtual u8* registers() = 0;
+    virtual u64 register_bytes() const = 0;
+    /// Zeroed memory for queues and lists. 0 or a negative errno.
+    virtual Status allocate(u64 length_bytes, DmaMemory& memory) = 0;
+    /// Only when the device does not use it any more.
+    virtual void release(const DmaMemory& memory) = 0;
+    /// Let the device reach memory of ours; `dma` is where it sees the first page, and the others
+    /// behind it in one run. 0 or a negative errno.
+    /// @param address, length_bytes  multiples of kPageBytes
+    virtual Status map(void* address, u64 length_bytes, u64& dma) = 0;
+    virtual void unmap(u64 dma, u64 length_bytes) = 0;
+};
+
+struct Namespace {
+    u32 id;
+    u64 blocks;
+    u32 block_bytes;
+    u32 metadata_bytes;
+};
+
+/// What a controller says of itself (Identify), and what we asked of it.
+struct ControllerFacts {
+    std::string serial;
+    std::string model;
+    std::string firmware;
+    u32 version = 0;
+    u64 transfer_bytes_max = 0;  // MDTS, or kTransferBytesCap where it has none
+    u32 queue_entries_max = 0;
+    u32 queue_pairs_max = 0;
+    bool sgl = false;
+    bool shadow_doorbells = false;  // in use
+    std::vector<Namespace> namespaces;
+};
+
+/// No command is longer, even where a controller sets no limit: 65,536 blocks of 512 bytes are more.
+inline constexpr u64 kTransferBytesCap = 4u << 20;
+
+struct ControllerOptions {
+    u32 queue_pairs = 1;      // fewer are made where the controller gives fewer
+    u32 queue_entries = 256;  // of each queue; fewer where the controller takes fewer
+    u32 commands_max = 0;     // in flight on each pair; 0: as many as the queue has room for
+    bool shadow_doorbells = true;
+    u64 admin_timeout_ns = kAdminTimeoutNs;
+};
+
+/// Why something failed: an errno of ours, the NVMe status if there is one, and words for people.
+struct Failure {
+    Status code = 0;
+    u32 nvme_status = 0;
+    std::string what;
+    explicit operator bool() const { return code != 0; }
+};
+
+class Controller {
+public:
+    /// @param access  outlives the controller
+    explicit Controller(Access& access) : access_(access) {}
+    /// `close`s, and gives the memory back. No thread is in the queues any more.
+    ~Controller();
+    Controller(const Controller&) = delete;
+    Controller& operator=(const Controller&) = delete;
+
+    /// Reset the device, identify it and make the queues.
+    Failure open(const ControllerOptions& options);
+    /// After a command hung or the device failed: disable, end everything in flight with
+    /// kDeviceGone, open again. No thread is in the queues; where some are, `close`, let them end,
+    /// and `open`.
+    Failure reset();
+    /// Ask the device to stop a command. It may answer that it did not: `aborted` is false then.
+    Failure abort(u32 queue, u32 command_id, bool& aborted);
+    /// Shut down in order, then disable. Idempotent; everything in flight ends with kDeviceGone.
+    /// Threads may be in the queues meanwhile. The queues' memory stays until the destructor.
+    void close();
+
+    const ControllerFacts& facts() const { return facts_; }
+    u32 queue_count() const { return u32(queues_.size()); }
+    Queue& queue(u32 index) { return *queues_[index]; }
+    /// Registers are all ones, or the controller says that it failed.
+    bool dead();
+
+private:
+    Failure disable();
+    Failure enable();
+    Failure start();
+    Failure identify();
+    Failure make_queues();
+    Failure make_queue(u32 index);
+    Failure use_shadow();
+    Failure run(const Command& command, u32* value = nullptr);
+    Failure wait_ready(bool wanted, u64 timeout_ns);
+    Status memory_for(u64 length_bytes, DmaMemory& memory);
+    void end_all(u32 why);
+    void release_all();
+
+    u32 load(u32 offset);
+    u64 load64(u32 offset);
+    void store(u32 offset, u32 value);
+    void store64(u32 offset, u64 value);
+    u32* doorbell(u32 queue, bool completion);
+
+    /// The memory of one queue pair.
+    struct Pair {
+        DmaMemory sq, cq;
+        std::vector<u64> marks, owners;
+        std::vector<u32> next;
+    };
+    QueueMemory memory_of(Pair& pair, u32 queue);
+    Failure prepare(Pair& pair, Queue& queue, u32 id, u32 entries, u32 ids);
+
+    Access& access_;
+    ControllerOptions options_;
+    ControllerFacts facts_;
+    Capabilities capabilities_{0};
+    Pair admin_pair_;
+    Queue admin_{};
+    DmaMemory page_, shadow_, event_;
+    std::vector<std::unique_ptr<Pair>> pairs_;
+    std::vector<std::unique_ptr<Queue>> queues_;
+    std::vector<DmaMemory> allocated_;
+    bool open_ = false;
+    bool stopped_ = true;  // the device moves nothing of ours
+};
+
+}  // namespace tutti::nvme
