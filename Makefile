@@ -5,7 +5,7 @@ SEED ?= 0
 SECONDS ?= 300
 DIR ?= .
 
-.PHONY: help env env-core demo test test-core lint fmt types bench sanitize soak soak-sglang fuzz clean
+.PHONY: help env env-core demo test test-core lint fmt types bench sanitize soak soak-sglang fuzz fuzz-tools clean
 
 help:            ## this list
 	@grep -E '^[a-z-]+: .*##|^[a-z-]+:  *##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -46,15 +46,18 @@ bench: env       ## ratios against fio and SGLang's file backend, in DIR
 sanitize: env-core    ## native tests plain and under ASan/UBSan and TSan
 	bash tests/native/sanitize.sh
 
-soak: env-core   ## kill and verify, and the model test, for SECONDS with SEED
-	TUTTI_SOAK_SECONDS=$(SECONDS) TUTTI_SOAK_SEED=$(SEED) $(PY) -m pytest tests/soak -s
+soak: env-core   ## every trial and the randomised tests, for SECONDS in all with SEED
+	TUTTI_SOAK_SECONDS=$(SECONDS) TUTTI_SOAK_SEED=$(SEED) $(PY) -m pytest tests/soak -s -o faulthandler_timeout=$$(($(SECONDS) + 3600))
 
 soak-sglang: env ## a server on each route, with faults on the way, for SECONDS with SEED
 	$(PY) integration/sglang_cpu/soak.py --route hicache --seconds $(SECONDS) --seed $(SEED)
 	$(PY) integration/sglang_cpu/soak.py --route linker --seconds $(SECONDS) --seed $(SEED)
 
-fuzz: env-core   ## random bytes into every decoder of persisted data, for SECONDS with SEED
-	TUTTI_FUZZ_SECONDS=$(SECONDS) TUTTI_FUZZ_SEED=$(SEED) $(PY) -m pytest tests/fuzz -s
+fuzz: env-core   ## every decoder, the native planner and the whole API, for SECONDS with SEED
+	$(PY) tests/fuzz/run.py --seconds $(SECONDS) --seed $(SEED)
+
+fuzz-tools: env-core  ## atheris, which guides `make fuzz` by coverage
+	$(PY) -m pip --disable-pip-version-check install -q --no-deps -r requirements-fuzz.txt
 
 clean:           ## remove what was built; .venv stays
 	rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from store_kit import PAGE, SEGMENT, check_space, memory_devices, poll, settle, small_config
+from store_kit import PAGE, SEGMENT, check_space, memory_devices, quiesce, small_config
 
 from tutti_core import PrefixStore, StoreConfig
 from tutti_core.testing import FaultyDevices
@@ -44,17 +44,6 @@ def tiered(path: Path, **settings: Any) -> Iterator[tuple[PrefixStore, FaultyDev
 def dram(store: PrefixStore) -> MemoryTier:
     """The DRAM tier of a store."""
     return store._tiers[-1]
-
-
-def quiesce(store: PrefixStore) -> None:
-    """Wait until nothing moves: loads are collected, copies, promotions and writes at their end."""
-    mover = store._mover
-    assert mover is not None
-    assert store._drain_copies(20)
-    store._sweep()
-    poll(lambda: mover.wait_idle(1.0), "the mover is idle")
-    settle(store)
-    poll(lambda: mover.wait_idle(1.0), "the mover is idle")
 
 
 def in_memory(store: PrefixStore, digest: bytes) -> dict[bytes, set[str]]:

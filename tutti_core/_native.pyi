@@ -1,5 +1,7 @@
 """Native parts of tutti: hashing, copies, the io_uring engine. Built from csrc/; may be absent."""
 
+from typing import Any
+
 import numpy as np
 import numpy.typing as npt
 
@@ -72,7 +74,10 @@ class UringEngine:
         """Return (status, checksum) by item, None at the deadline, -ENOENT or -ECHILD."""
 
     def flush(self, device: int) -> int:
-        """Return 0 or a negative errno; a failure is latched. `device` must be in range."""
+        """Return 0 or a negative errno. `device` must be in range."""
+
+    def replace_file(self, device: int, fd: int) -> int:
+        """Use the file behind `fd` from now on; 0 or a negative errno. `fd` stays the caller's."""
 
     def register_memory(self, address: int, length_bytes: int) -> int:
         """Return a region id, > 0; -EINVAL, -ESHUTDOWN or -ECHILD."""
@@ -80,7 +85,7 @@ class UringEngine:
     def unregister_memory(self, region: int) -> int:
         """Return 0, -ENOENT or -ECHILD."""
 
-    def stats(self) -> dict[str, int]:
+    def stats(self) -> dict[str, Any]:
         """Counters, named as in `TransportStats`, and transfers, fixed_transfers, enters."""
 
     def grants(self) -> dict[str, object]:

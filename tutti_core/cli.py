@@ -8,10 +8,12 @@ what a command shows, and more, as JSON (`-`: to standard output, in place of th
 from __future__ import annotations
 
 import dataclasses
+import io
 import logging
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -64,11 +66,19 @@ _Pools = Annotated[
     list[Path] | None,
     typer.Option("--pool", help="Place of the pages, if not PATH; repeat for several, in order."),
 ]
+_TrustPath = Annotated[
+    bool, typer.Option("--trust-path", help="Take what others own or may write; see StoreConfig.")
+]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status."""
     logging.basicConfig(format="%(levelname)s: %(message)s", level=logging.WARNING)
+    for stream in (sys.stdout, sys.stderr):  # names of files may be no text
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+    if any("\0" in word for word in arguments or ()):  # no system call takes such a path
+        return _fail("an argument holds a NUL character")
     try:
         status = app(args=arguments, prog_name="tutti", standalone_mode=False)
         return status if isinstance(status, int) else 0
@@ -101,6 +111,17 @@ def init(
         str | None, typer.Option(help='Everything the store may occupy, such as "2TiB".')
     ] = None,
     pool: _Pools = None,
+    serial: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--serial", help='Serial number of the device in each --pool, in order; or "".'
+        ),
+    ] = None,
+    trust_path: _TrustPath = False,
+    encryption_key_file: Annotated[
+        Path | None,
+        typer.Option("--encryption-key-file", help="Encrypt pages with the key in this file."),
+    ] = None,
     segment: Annotated[str | None, typer.Option(help="Unit of space; see StoreConfig.")] = None,
     catalog: Annotated[str | None, typer.Option(help="Share kept for the catalog.")] = None,
     preallocate: Annotated[
@@ -123,6 +144,9 @@ def init(
         "path": path,
         "capacity": capacity,
         "pools": tuple(pool) if pool else None,
+        "serials": tuple(serial) if serial else None,
+        "trust_path": trust_path or None,
+        "encryption_key_file": encryption_key_file,
         "segment": segment,
         "catalog": catalog,
         "preallocate": preallocate,
@@ -142,6 +166,7 @@ def init(
         "created": created,
         "grown": bool(before) and before[0] < per_pool,
         "discarded": discard,
+        "encrypted": layout.keyring is not None,
         "path": str(wanted.path),
         "store_id": layout.store_id.hex(),
         "capacity_bytes": int(wanted.capacity),
@@ -163,6 +188,7 @@ def init(
         "for pages": f"{size_text(layout.segment_count * layout.segment_bytes)}, "
         f"{layout.segment_count} segments of {size_text(layout.segment_bytes)}",
         "for the catalog": size_text(wanted.catalog_bytes),
+        "pages are": "encrypted" if layout.keyring else "not encrypted",
         "pools": "\n".join(str(file) for file in layout.paths),
     }
     show_result(result, json_file, lambda console: console.print(facts_table(title, rows)))
@@ -175,6 +201,7 @@ def info(
         Path | None, typer.Argument(metavar="[PATH]", help="Directory of a store.")
     ] = None,
     pool: _Pools = None,
+    trust_path: _TrustPath = False,
     paths: Annotated[
         bool, typer.Option("--paths", help="Try every I/O path, not only the one in use.")
     ] = False,
@@ -182,10 +209,10 @@ def info(
 ) -> None:
     """Show what this machine offers, or what a store holds. Creates and locks nothing."""
     check_json(json_file)
-    logging.getLogger("tutti").setLevel(logging.ERROR)  # a fallback is in the table already
     if path is None:
         facts = machine_facts()
-        probes = probe_transports()
+        with _no_warnings():
+            probes = probe_transports()
         result = {"command": "info", "machine": facts, "paths": probes}
 
         def show_machine(console: Console) -> None:
@@ -194,8 +221,8 @@ def info(
 
         show_result(result, json_file, show_machine)
         return
-    with spinner("reading the catalog"):
-        store, layout = describe_store(path, tuple(pool or ()))
+    with spinner("reading the catalog"), _no_warnings():
+        store, layout = describe_store(path, tuple(pool or ()), trust_path=trust_path)
         probes = probe_transports(layout.devices())
     if not paths:
         probes = probes[-1:]
@@ -213,6 +240,18 @@ def info(
         console.print(_paths_table("I/O paths of this store", probes))
 
     show_result(result, json_file, show_store)
+
+
+@contextmanager
+def _no_warnings() -> Iterator[None]:
+    """What Tutti would warn of is in the tables already."""
+    logger = logging.getLogger("tutti")
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
 
 
 def _machine_rows(facts: Mapping[str, Any]) -> dict[str, str]:
@@ -239,6 +278,7 @@ def _store_rows(store: StoreFacts, layout: Layout) -> dict[str, str]:
         "path": store.path,
         "store id": store.store_id,
         "format version": str(store.format_version),
+        "pages are": "encrypted" if store.encrypted else "not encrypted",
         "pools": "\n".join(
             f"{file} ({kind})"
             for file, kind in zip(store.pools, _file_systems(layout), strict=True)
@@ -255,11 +295,16 @@ def _store_rows(store: StoreFacts, layout: Layout) -> dict[str, str]:
     return rows
 
 
+def _size_or_unknown(value: object) -> str:
+    """A size that a description names; a damaged one may name anything."""
+    return size_text(value) if isinstance(value, int) else "?"
+
+
 def _namespaces_table(store: StoreFacts) -> Table:
     table = Table("namespace", "model", "page", "shard", "pages", "bytes", title="namespaces")
     for item in store.namespaces:
         fields = item.description
-        size = size_text(int(fields.get("page_bytes", 0)))
+        size = _size_or_unknown(fields.get("page_bytes"))
         page = f"{fields.get('page_tokens', '?')} tokens, {size}"
         table.add_row(
             item.digest[:12],
@@ -292,6 +337,7 @@ def _file_systems(layout: Layout) -> list[str]:
 def verify(
     path: _StorePath,
     pool: _Pools = None,
+    trust_path: _TrustPath = False,
     online: Annotated[
         bool, typer.Option("--online", help="Check although processes have the store open.")
     ] = False,
@@ -307,7 +353,7 @@ def verify(
     if repair:
         if online:
             raise ConfigError("--repair needs the store for itself", hint="leave --online out")
-        _repair(path, tuple(pool or ()), transport, examples, json_file)
+        _repair(path, tuple(pool or ()), transport, examples, json_file, trust_path)
         return
     with bar() as step:
         report = verify_store(
@@ -317,6 +363,7 @@ def verify(
             transport=transport,
             examples=examples,
             progress=step,
+            trust_path=trust_path,
         )
     result = {"command": "verify", "clean": report.clean, **dataclasses.asdict(report)}
     show_result(result, json_file, lambda console: _show_report(console, report))
@@ -330,9 +377,17 @@ def _repair(
     transport: TransportName,
     examples: int,
     json_file: Path | None,
+    trust_path: bool,
 ) -> None:
     with bar() as step:
-        done = repair_store(path, pools, transport=transport, examples=examples, progress=step)
+        done = repair_store(
+            path,
+            pools,
+            transport=transport,
+            examples=examples,
+            progress=step,
+            trust_path=trust_path,
+        )
     result = {"command": "verify", "clean": done.report.clean, **dataclasses.asdict(done)}
     show_result(result, json_file, lambda console: _show_repair(console, done))
 
@@ -347,8 +402,13 @@ def _show_repair(console: Console, done: Repair) -> None:
         "unreadable segments": str(done.segments),
         "unreadable namespaces": str(done.namespaces),
         "pools cut short": str(done.pools_grown),
-        "kept": f"{done.report.records - done.pages_lost} pages",
+        "superblocks written": str(done.superblocks),
+        "catalog made anew": "yes" if done.rebuilt else "no",
+        "kept": f"{done.pages_kept} pages",
     }
+    for digest, loss in sorted(done.lost.items()):
+        name = f"of {loss.model} ({digest[:12]})" if digest else "of unknown namespaces"
+        rows[f"lost {name}"] = f"{loss.pages} pages, {size_text(loss.payload_bytes)}"
     console.print(facts_table("repaired", rows))
 
 

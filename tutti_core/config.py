@@ -9,6 +9,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
+import numpy as np
 from pydantic import BaseModel, ByteSize, ConfigDict, Field, ValidationError
 
 from tutti_core.errors import ConfigError, nearest
@@ -35,7 +36,17 @@ class StoreConfig(BaseModel):
                     names other places. Created with mode 0700.
     capacity        everything the store may occupy, catalog included.
     pools           directories, or block devices prepared by `tutti init`, that hold the pages;
-                    whole pages are striped over them. Default: `path` itself.
+                    whole pages are striped over them. Default: `path` itself. A device is named by
+                    its link in /dev/disk/by-id, or has its number in `serials`.
+    serials         serial numbers of the devices in `pools`, one for each place in their order; ""
+                    for a directory. A device with another number is refused.
+    trust_path      trust whoever owns or may write the directories and files of the store, and the
+                    directories above them. Otherwise what is not this user's or root's, or may be
+                    written by others, is refused (docs/security.md).
+    encryption_key_file   a file of mode 0600 with the key that pages are encrypted with on the
+                    drives: 32 bytes in hexadecimal or base64 (docs/security.md). The environment
+                    may have it in TUTTI_ENCRYPTION_KEY. A store is created encrypted or not, and
+                    stays so.
     transport       "auto" takes io_uring with O_DIRECT where the machine allows it, else posix;
                     "gds" is GPU Direct Storage, for engines that load straight into GPU memory
                     (docs/paths.md).
@@ -45,6 +56,9 @@ class StoreConfig(BaseModel):
                     2 TiB: 1/256).
     preallocate     "segment": a segment's blocks are allocated before its first use; "full": all at
                     creation.
+    keep_free       free space that the pools' file systems must have left, what others use counted
+                    in; at the mark a store does not grow but evicts. Default: a hundredth of the
+                    file system, at most 1 GiB. What is set aside already stays.
     durability      "flush": pages survive power loss once a save reports them; "none": they survive
                     the end of the process, and a power loss costs recent pages (never wrong bytes:
                     this needs `verify`).
@@ -80,10 +94,14 @@ class StoreConfig(BaseModel):
     path: Path
     capacity: ByteSize
     pools: tuple[Path, ...] = ()
+    serials: tuple[str, ...] = ()
+    trust_path: bool = False
+    encryption_key_file: Path | None = None
     transport: Literal["auto", "uring", "posix", "gds"] = "auto"
     segment: ByteSize | None = None
     catalog: ByteSize | None = None
     preallocate: Literal["segment", "full"] = "segment"
+    keep_free: Annotated[ByteSize, Field(ge=0)] | None = None
     durability: Literal["flush", "none"] = "flush"
     verify: bool = True
     writers_max: Annotated[int, Field(ge=1, le=1024)] = 1
@@ -112,16 +130,18 @@ class StoreConfig(BaseModel):
         Raises
             ConfigError: names the field, the value and what is accepted.
         """
-        for name in settings:
+        if not isinstance(settings, Mapping):
+            raise ConfigError(f"settings are a table, not {type(settings).__name__}")
+        for name, value in settings.items():
             if name not in cls.model_fields:
                 valid = [*cls.model_fields, *other_names]
-                raise ConfigError(f"unknown setting {name!r}", hint=nearest(name, valid))
+                raise ConfigError(f"unknown setting {name!r}", hint=nearest(str(name), valid))
+            _check_kind(name, value, cls.model_fields[name].annotation is bool)
         try:
             config = cls.model_validate(dict(settings))
         except ValidationError as error:
             raise ConfigError(_words(error)) from None
-        config._check_sizes()
-        config._check_tiers()
+        config.check()
         return config
 
     @classmethod
@@ -142,6 +162,8 @@ class StoreConfig(BaseModel):
                 raise ConfigError(f"config file {path}: unknown format", hint="use .json or .toml")
         except OSError as error:
             raise ConfigError(f"config file {path}: {error.strerror}") from None
+        except RecursionError:
+            raise ConfigError(f"config file {path}: nested too deeply") from None
         except ValueError as error:
             if isinstance(error, ConfigError):
                 raise
@@ -154,7 +176,7 @@ class StoreConfig(BaseModel):
     def from_environment(
         cls, environment: Mapping[str, str] | None = None, **overrides: Any
     ) -> Self:
-        """Read TUTTI_STORE_PATH, TUTTI_STORE_CAPACITY, …; TUTTI_STORE_POOLS is split at `:`."""
+        """Read TUTTI_STORE_PATH, TUTTI_STORE_CAPACITY, …; POOLS and SERIALS are split at `:`."""
         source = os.environ if environment is None else environment
         settings: dict[str, Any] = {
             name.removeprefix(ENVIRONMENT_PREFIX).lower(): value
@@ -163,6 +185,8 @@ class StoreConfig(BaseModel):
         }
         if "pools" in settings:
             settings["pools"] = [part for part in settings["pools"].split(":") if part]
+        if settings.get("serials"):
+            settings["serials"] = settings["serials"].split(":")
         return cls.parse({**settings, **overrides})
 
     # ---- derived sizes ----
@@ -204,6 +228,14 @@ class StoreConfig(BaseModel):
             if need >= pool_bytes + catalog:
                 return need
             need = pool_bytes + catalog
+
+    def check(self) -> None:
+        """Raise ConfigError where settings do not go together; what is opened was checked so."""
+        for place in (self.path, *self.pools, self.encryption_key_file):
+            if place is not None:
+                _check_path(place)
+        self._check_sizes()
+        self._check_tiers()
 
     def _check_sizes(self) -> None:
         for name in ("segment_bytes", "transfer_max", "bounce"):
@@ -249,6 +281,25 @@ class StoreConfig(BaseModel):
             )
 
 
+def _check_kind(name: str, value: object, switch: bool) -> None:
+    """Refuse what would pass for another value: True for 1, and "" for the working directory."""
+    if isinstance(value, bool | np.bool_) and not switch:
+        raise ConfigError(f"{name} = {value!r} is not a value of this setting")
+    places = value if isinstance(value, list | tuple) else [value]
+    named = name in ("path", "pools", "encryption_key_file")
+    if named and any(place in ("", b"") for place in places):
+        raise ConfigError(f"{name} = {value!r} names no place")
+
+
+def _check_path(place: Path) -> None:
+    try:
+        usable = b"\0" not in os.fsencode(place)
+    except UnicodeEncodeError:
+        usable = False
+    if not usable:
+        raise ConfigError(f"path {str(place)!r} cannot be the name of a file")
+
+
 def _words(error: ValidationError) -> str:
     """One line per wrong field: name, value, what is accepted."""
     lines = []
@@ -257,5 +308,5 @@ def _words(error: ValidationError) -> str:
         if item["type"] == "missing":
             lines.append(f"setting {field!r} is required")
         else:
-            lines.append(f"{field} = {item['input']!r}: {item['msg']}")
+            lines.append(f"{field} = {item['input']!r:.100}: {item['msg']}")
     return "; ".join(lines)

@@ -79,8 +79,14 @@ def rows_table(title: str, columns: Sequence[str], rows: list[dict[str, Any]]) -
     return table
 
 
-_LEFT = ("case", "name", "geometry")
+_LEFT = ("case", "name", "geometry", "trial")
 _LABELS = {
+    "crash_points": "crash\npoints",
+    "fault_count": "faults",
+    "bad_input_count": "bad\ninputs",
+    "pages_compared": "pages\ncompared",
+    "wrong_bytes": "wrong\nbytes",
+    "durable_pages_lost": "durable\nlost",
     "tutti_mib_s": "tutti\nMiB/s",
     "layer0_ms": "layer 0\nms",
     "all_ms": "all\nms",

@@ -19,6 +19,12 @@ FORMAT_VERSION = 2
 """2 added pages that are stored in parts; a store of version 1 stays one and holds none."""
 READABLE_VERSIONS = (1, 2)
 PARTS_VERSION = 2
+FLAG_ENCRYPTED = 1
+"""Flag of a superblock: pages are encrypted. A Tutti refuses flags that it does not know, so adding
+one needs no new version: what it concerns is unreadable to an older one, and all else unchanged."""
+REPAIR_HINT = "`tutti verify --repair` makes it anew from what can still be read"
+"""For errors about a catalog that is damaged."""
+
 POOL_MAGIC = b"TUTTIPOL"
 SUPERBLOCK_BYTES = 4096
 DATA_OFFSET_BYTES = 1 << 20
@@ -29,8 +35,14 @@ ROOT_PARENT = bytes(16)
 UNKNOWN_PARENT = b"\xff" * 16
 """Parent of a page that was saved without its prefix."""
 
-_SUPERBLOCK = struct.Struct("<8sII16s16sIIQQQ")
+_BLOCK_BYTES = 4096
+KEY_CHECK_BYTES = 16
+_SUPERBLOCK = struct.Struct("<8sII16s16sIIQQQ16s")
 _CHECK = struct.Struct("<Q")
+_DAMAGED_HINT = (
+    "`tutti verify --repair` writes it from another copy; `tutti init --discard` makes the store "
+    "anew and forgets its pages"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +52,7 @@ class Superblock:
     offset size field
     0      8    magic "TUTTIPOL"
     8      4    format version
-    12     4    flags, 0
+    12     4    flags: 1 encrypted, others 0
     16     16   store id, random
     32     16   secret, random: seeds the key chains of the standalone store
     48     4    index of this pool
@@ -48,7 +60,8 @@ class Superblock:
     56     8    segment size in bytes
     64     8    segments in this pool
     72     8    offset of segment 0 in bytes
-    80     4008 zeros
+    80     16   check value of the encryption key; zeros where nothing is encrypted
+    96     3992 zeros
     4088   8    XXH3-64 of bytes 0..4087
     """
 
@@ -59,6 +72,7 @@ class Superblock:
     segment_bytes: int
     segment_count: int
     data_offset_bytes: int = DATA_OFFSET_BYTES
+    key_check: bytes = b""
     version: int = FORMAT_VERSION
 
     def encode(self) -> bytes:
@@ -66,7 +80,7 @@ class Superblock:
         head = _SUPERBLOCK.pack(
             POOL_MAGIC,
             self.version,
-            0,
+            FLAG_ENCRYPTED if self.key_check else 0,
             self.store_id,
             self.secret,
             self.pool_index,
@@ -74,9 +88,29 @@ class Superblock:
             self.segment_bytes,
             self.segment_count,
             self.data_offset_bytes,
+            self.key_check,
         )
         body = head.ljust(SUPERBLOCK_BYTES - _CHECK.size, b"\0")
         return body + _CHECK.pack(xxhash.xxh3_64_intdigest(body))
+
+    def _is_possible(self) -> bool:
+        """Whether the fields fit together; a program that wrote others had a fault."""
+        end = self.data_offset_bytes + self.segment_count * self.segment_bytes
+        return (
+            self.pool_index < self.pool_count
+            and self.segment_bytes > 0
+            and self.segment_bytes % _BLOCK_BYTES == 0
+            and self.data_offset_bytes == DATA_OFFSET_BYTES
+            and end < 1 << 63
+        )
+
+    @staticmethod
+    def is_whole(data: bytes) -> bool:
+        """Whether the check in the last bytes agrees with those before."""
+        if len(data) < SUPERBLOCK_BYTES:
+            return False
+        (check,) = _CHECK.unpack_from(data, SUPERBLOCK_BYTES - _CHECK.size)
+        return xxhash.xxh3_64_intdigest(data[: SUPERBLOCK_BYTES - _CHECK.size]) == int(check)
 
     @classmethod
     def decode(cls, data: bytes, where: str) -> Superblock:
@@ -95,24 +129,34 @@ class Superblock:
             )
         fields = _SUPERBLOCK.unpack_from(data)
         version, flags = fields[1], fields[2]
-        if version not in READABLE_VERSIONS or flags:
+        if version not in READABLE_VERSIONS or flags & ~FLAG_ENCRYPTED:
             raise UnsupportedError(
                 f"{where} has format version {version} (flags {flags}); this Tutti reads "
                 f"versions {', '.join(map(str, READABLE_VERSIONS))}",
                 device=where,
-                hint="use the Tutti that wrote it, or another path",
+                hint="use the Tutti that wrote it, or another path; if none did, it is damaged, "
+                "and `tutti verify --repair` writes it from another copy",
             )
-        body, (check,) = data[: SUPERBLOCK_BYTES - 8], _CHECK.unpack_from(data, 4088)
-        if xxhash.xxh3_64_intdigest(body) != check:
+        if not cls.is_whole(data):
             raise CorruptionError(
                 f"the superblock of {where} is damaged",
                 op="open",
                 device=where,
                 data_lost=True,
                 scope="device",
-                hint="`tutti init --discard` makes the store anew and forgets its pages",
+                hint=_DAMAGED_HINT,
             )
-        return replace(cls(*fields[3:]), version=version)
+        found = replace(cls(*fields[3:]), version=version)
+        if not found._is_possible():
+            raise CorruptionError(
+                f"the superblock of {where} describes no layout that can be: {found}",
+                op="open",
+                device=where,
+                data_lost=True,
+                scope="device",
+                hint=_DAMAGED_HINT,
+            )
+        return found if flags & FLAG_ENCRYPTED else replace(found, key_check=b"")
 
 
 RECORD = np.dtype(
@@ -192,6 +236,18 @@ The record's checksum covers this block and part 0, so whoever has read part 0 c
 """
 assert PART_HEADER.itemsize == PART_HEADER_BYTES
 
+TRAILER = np.dtype([("tag", "V16"), ("nonce", "V12"), ("zeros", "V4"), ("salt", "V16")])
+"""What follows each encrypted page, or each encrypted part of a page in parts.
+
+offset size field
+0      16   GCM tag
+16     12   nonce, random
+28     4    zeros
+32     16   salt of the key that encrypted it
+"""
+TRAILER_BYTES = TRAILER.itemsize
+assert TRAILER_BYTES == 48
+
 _SEGMENT = struct.Struct("<IIII")
 SEGMENT_BYTES = _SEGMENT.size
 
@@ -217,10 +273,14 @@ class SegmentEntry:
     def decode(cls, data: bytes) -> SegmentEntry:
         """Read an entry. Raises CorruptionError for another length or a slot size of 0."""
         if len(data) != SEGMENT_BYTES:
-            raise CorruptionError("segment entry of wrong length in the catalog", scope="store")
+            raise CorruptionError(
+                "segment entry of wrong length in the catalog", scope="store", hint=REPAIR_HINT
+            )
         lease, blocks, _, _ = _SEGMENT.unpack(data)
         if blocks == 0:
-            raise CorruptionError("segment entry without a slot size in the catalog", scope="store")
+            raise CorruptionError(
+                "segment entry without a slot size in the catalog", scope="store", hint=REPAIR_HINT
+            )
         return cls(lease, blocks)
 
 

@@ -15,9 +15,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from tutti_core.arguments import count_of
+
 U32 = npt.NDArray[np.uint32]
 U64 = npt.NDArray[np.uint64]
 
+ADDRESS_MAX = 1 << 64
+FRAGMENT_BYTES_MAX = 1 << 32
 CACHED_FRAGMENTS_MAX = 1 << 16
 """Of a batch whose constant arrays are kept for the next one of its kind; 32 of them, 24 MiB."""
 
@@ -45,17 +49,22 @@ def as_memory(source: Any) -> Memory:
     if isinstance(source, Memory):
         return source
     if isinstance(source, tuple) and len(source) == 2:
-        address, length = int(source[0]), int(source[1])
-        if address <= 0 or length <= 0:
+        try:
+            address, length = count_of(source[0], "pointer"), count_of(source[1], "length")
+        except ValueError as error:
+            raise ValueError(f"{source} is not a pointer and a length: {error}") from None
+        if address == 0 or length == 0 or address + length > ADDRESS_MAX:
             raise ValueError(f"({address}, {length}) is not a pointer and a length")
         return Memory(address, length, True, None)
+    if isinstance(source, np.generic):  # a value: what memory it has goes with the next copy
+        raise TypeError(f"{type(source).__name__} is a number, not memory; pass an array")
     if hasattr(source, "__array_interface__"):
         array = np.asarray(source)
         if not array.flags.c_contiguous:
             raise ValueError("the array is not contiguous")
         if array.dtype.hasobject:
             raise ValueError("the array holds Python objects")
-        return Memory(array.ctypes.data, array.nbytes, bool(array.flags.writeable), source)
+        return Memory(array.ctypes.data, array.nbytes, bool(array.flags.writeable), array)
     if hasattr(source, "__dlpack__"):
         return _dlpack_memory(source)
     try:
@@ -122,6 +131,9 @@ class PageFragments:
     address       (n, f) uint64, virtual addresses.
     length_bytes  (f,) uint64, the same for every page; their sum is the page's length.
     owner         keeps the memory alive until the transfer ends.
+
+    Addresses are taken as they are: they are the caller's to get right, and where a load writes
+    no two fragments may overlap.
     """
 
     address: U64
@@ -129,12 +141,16 @@ class PageFragments:
     owner: object = None
 
     def __post_init__(self) -> None:
+        if not (isinstance(self.address, np.ndarray) and isinstance(self.length_bytes, np.ndarray)):
+            raise TypeError("address and length_bytes must be arrays")
         if self.address.ndim != 2 or self.address.shape[1:] != self.length_bytes.shape:
             raise ValueError("address must be (pages, fragments), length_bytes (fragments,)")
         if self.address.dtype != np.uint64 or self.length_bytes.dtype != np.uint64:
             raise ValueError("address and length_bytes must be uint64")
         if not self.length_bytes.all():
             raise ValueError("a fragment has length 0")
+        if (self.length_bytes > FRAGMENT_BYTES_MAX).any():
+            raise ValueError(f"a fragment is longer than {FRAGMENT_BYTES_MAX} bytes")
 
     @property
     def page_count(self) -> int:
@@ -187,18 +203,29 @@ def page_fragments(
         slots: which page-sized place of the memory each page has; default 0 .. page_count-1.
 
     Raises
-        ValueError: a slot reaches beyond the memory.
+        ValueError: a slot reaches beyond the memory, or is no slot.
     """
     piece = as_memory(memory)
-    index = np.arange(page_count) if slots is None else np.asarray(slots, dtype=np.int64)
-    if len(index) != page_count:
-        raise ValueError(f"{len(index)} slots for {page_count} pages")
-    if page_count and (
-        int(index.min()) < 0 or (int(index.max()) + 1) * page_bytes > piece.length_bytes
-    ):
+    page_bytes, page_count = count_of(page_bytes, "page_bytes"), count_of(page_count, "page_count")
+    index = None if slots is None else _slot_numbers(slots, page_count)
+    last = page_count - 1 if index is None else int(index.max(initial=0))
+    if page_count and (last + 1) * page_bytes > piece.length_bytes:
         raise ValueError(
             f"memory of {piece.length_bytes} bytes does not hold {page_count} pages of "
             f"{page_bytes} bytes at the slots given"
         )
-    address = (np.uint64(piece.address) + index.astype(np.uint64) * np.uint64(page_bytes))[:, None]
+    if index is None:
+        index = np.arange(page_count, dtype=np.uint64)
+    address = (np.uint64(piece.address) + index * np.uint64(page_bytes))[:, None]
     return PageFragments(address, np.array([page_bytes], dtype=np.uint64), piece)
+
+
+def _slot_numbers(slots: Sequence[int], page_count: int) -> U64:
+    array = np.asarray(slots)
+    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
+        raise ValueError("slots must be one-dimensional integers")
+    if len(array) != page_count:
+        raise ValueError(f"{len(array)} slots for {page_count} pages")
+    if array.size and int(array.min()) < 0:
+        raise ValueError(f"slot {int(array.min())} is before the memory")
+    return array.astype(np.uint64)

@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from tutti_core import hashing
+from tutti_core.arguments import count_of, text_of
 from tutti_core.errors import ConfigError
 from tutti_core.format import PARTS_MAX
 
@@ -59,6 +60,7 @@ class Namespace:
     parts: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
+        self._check_types()
         if not 0 < self.page_bytes <= PAGE_MAX_BYTES:
             raise ConfigError(
                 f"page_bytes = {self.page_bytes} is not a page size", hint=f"1 to {PAGE_MAX_BYTES}"
@@ -68,6 +70,27 @@ class Namespace:
         if not 16 <= self.key_bytes <= KEY_WIDTH_MAX_BYTES:
             raise ConfigError(f"key_bytes = {self.key_bytes} must be 16 to {KEY_WIDTH_MAX_BYTES}")
         self._check_parts()
+
+    def _check_types(self) -> None:
+        """Take other kinds of integers, sequences and mappings as ours; refuse the rest.
+
+        What only looks equal (1, 1.0, True) would give other digests, so other pages.
+        """
+        try:
+            for name in ("page_bytes", "page_tokens", "key_bytes"):
+                object.__setattr__(self, name, count_of(getattr(self, name), name))
+            for name in ("model", "weights", "dtype", "layout", "shard", "pool"):
+                text_of(getattr(self, name), name)
+            if not isinstance(self.extra, Mapping):
+                raise ValueError(f"extra = {self.extra!r} is not a mapping of texts")
+            extra = {text_of(k, "extra"): text_of(v, "extra") for k, v in self.extra.items()}
+            if not isinstance(self.parts, Sequence) or isinstance(self.parts, str | bytes):
+                raise ValueError(f"parts = {self.parts!r} is not a sequence of lengths")
+            parts = tuple(count_of(length, "parts") for length in self.parts)
+        except ValueError as error:
+            raise ConfigError(f"namespace: {error}") from None
+        object.__setattr__(self, "extra", extra)
+        object.__setattr__(self, "parts", parts)
 
     def _check_parts(self) -> None:
         if len(self.parts) > PARTS_MAX:
@@ -96,17 +119,28 @@ class Namespace:
         return hashing.digest(self.canonical())
 
 
+def described(digest: bytes, description: bytes) -> dict[str, Any] | None:
+    """The fields that a description in the catalog names; None where it is damaged."""
+    if hashing.digest(description) != digest:
+        return None
+    fields: dict[str, Any] = json.loads(description)
+    return fields
+
+
 def encode_salt(**parts: str | None) -> bytes:
     """Encode named, optional strings so that no two different inputs encode alike.
 
     Each part is tagged with its name, with presence, and with its length: "" differs from None, and
     lora="X" from salt="X". All absent encodes as nothing at all.
+
+    Raises
+        ValueError: not text.
     """
     if all(value is None for value in parts.values()):
         return b""
     encoded = []
     for name, value in sorted(parts.items()):
-        data = b"" if value is None else value.encode()
+        data = b"" if value is None else text_of(value, name).encode()
         tag = name.encode()
         encoded.append(struct.pack("<BBI", len(tag), value is not None, len(data)) + tag + data)
     return b"".join(encoded)
@@ -122,8 +156,12 @@ class PageKeys:
     __slots__ = ("data", "rooted", "width")
 
     def __init__(self, data: bytes, width: int, rooted: bool = True) -> None:
-        if width < 1 or len(data) % width:
-            raise ValueError(f"{len(data)} bytes of keys are not a multiple of {width}")
+        if type(data) is not bytes:  # a bytearray could change later
+            raise TypeError(f"page keys are bytes, not {type(data).__name__}")
+        if type(width) is not int or width < 1 or len(data) % width:
+            raise ValueError(f"{len(data)} bytes of keys are not a multiple of {width!r}")
+        if type(rooted) is not bool:
+            raise TypeError(f"rooted = {rooted!r} is neither True nor False")
         self.data = data
         self.width = width
         self.rooted = rooted
@@ -134,7 +172,9 @@ class PageKeys:
 
         Raises
             ValueError: not hexadecimal, or lengths differ.
+            TypeError: not texts.
         """
+        _check_sequence(keys)
         if not keys:
             return cls(b"", KEY_WIDTH_MAX_BYTES, rooted)
         digits = len(keys[0])
@@ -150,7 +190,8 @@ class PageKeys:
 
     @classmethod
     def from_list(cls, keys: Sequence[bytes], rooted: bool = True) -> PageKeys:
-        """Pack raw keys of equal length."""
+        """Pack raw keys of equal length. Raises ValueError, or TypeError if they are not bytes."""
+        _check_sequence(keys)
         width = len(keys[0]) if keys else CHAIN_WIDTH_BYTES
         if any(len(key) != width for key in keys):
             raise ValueError("page keys differ in length")
@@ -188,6 +229,11 @@ class PageKeys:
         return self.data[start * self.width : stop * self.width]
 
 
+def _check_sequence(keys: Any) -> None:
+    if not isinstance(keys, Sequence) or isinstance(keys, str | bytes):
+        raise TypeError(f"page keys are a sequence, not {type(keys).__name__}")
+
+
 def token_array(tokens: Iterable[int] | npt.NDArray[Any]) -> npt.NDArray[np.uint32]:
     """Return token ids as a contiguous uint32 array, without a copy where they are one already.
 
@@ -197,8 +243,10 @@ def token_array(tokens: Iterable[int] | npt.NDArray[Any]) -> npt.NDArray[np.uint
     array = np.asarray(tokens if hasattr(tokens, "__len__") else list(tokens))
     if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
         raise ValueError("tokens must be one-dimensional integers")
+    if array.size == 0:
+        return np.empty(0, dtype=np.uint32)
     if array.dtype != np.uint32:
-        if array.size and (int(array.min()) < 0 or int(array.max()) > 0xFFFFFFFF):
+        if int(array.min()) < 0 or int(array.max()) > 0xFFFFFFFF:
             raise ValueError("token ids must be 0 to 2^32 - 1")
         array = array.astype(np.uint32)
     return np.ascontiguousarray(array)

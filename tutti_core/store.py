@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import logging
-import operator
 import os
 import threading
 import time
@@ -13,19 +12,28 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from dataclasses import fields as dataclass_fields
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from tutti_core import hashing
+from tutti_core.arguments import count_of, seconds_of
 from tutti_core.config import StoreConfig
-from tutti_core.errors import BusyError, ConfigError, StoreClosedError, nearest
+from tutti_core.errors import (
+    BusyError,
+    ConfigError,
+    InternalError,
+    StoreClosedError,
+    TuttiError,
+    nearest,
+)
+from tutti_core.format import Superblock
 from tutti_core.geometry import Memory, PageFragments, as_memory, page_fragments
 from tutti_core.index.catalog import packed_rows
 from tutti_core.index.radix import NO_SLOT
 from tutti_core.io.huge_pages import collapse
+from tutti_core.io.marks import Marks
 from tutti_core.io.select import open_transport
 from tutti_core.io.transport import (
     BATCH_FRAGMENTS_MAX,
@@ -36,8 +44,11 @@ from tutti_core.io.transport import (
 )
 from tutti_core.keys import CHAIN_WIDTH_BYTES, Namespace, PageKeys, encode_salt, token_array
 from tutti_core.tiers.arena import Arena, CudaArena, HostArena
+from tutti_core.tiers.claim import claim_pools
 from tutti_core.tiers.copier import Copier
+from tutti_core.tiers.device_calls import DeviceCalls
 from tutti_core.tiers.health import Health
+from tutti_core.tiers.heat import Heat
 from tutti_core.tiers.hold import Hold
 from tutti_core.tiers.lease import take_lease
 from tutti_core.tiers.limits import Limits, Rules
@@ -46,7 +57,7 @@ from tutti_core.tiers.manager import Entry, Manager
 from tutti_core.tiers.memory import MemoryTier
 from tutti_core.tiers.mover import LoadGate, Mover
 from tutti_core.tiers.parts_load import PartsLoad, Reading
-from tutti_core.tiers.pools import lease_folder, open_layout
+from tutti_core.tiers.pools import catalog_folder, lease_folder, open_layout
 from tutti_core.tiers.saver import ClearJob, SaveJob, Saver, SaveTicket
 from tutti_core.tiers.stack import EvictionLog, TierStack
 
@@ -54,6 +65,10 @@ logger = logging.getLogger("tutti")
 
 PAGES_PER_CALL_MAX = BATCH_ITEMS_MAX
 CLOSE_TIMEOUT_S = 120.0
+START_TIMEOUT_S = 10.0
+"""For threads to end that have nothing to do yet, where opening fails."""
+END_TIMEOUT_S = 1.0
+"""For a transport to let go of its files, even when the time to close in is over."""
 
 __all__ = [
     "Hold",
@@ -69,6 +84,8 @@ __all__ = [
 ]
 
 _open_stores: weakref.WeakSet[PrefixStore] = weakref.WeakSet()
+_abandoned: list[PrefixStore] = []
+"""Closed, but a device may still use their memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +126,9 @@ class StoreStats:
     pending_bytes       page bytes queued or being written.
     tiers               each tier, the fastest first; the drives are the last.
     unwell              devices that are left alone because they fail or stall, and for what; they
-                        are probed, and used again when they answer. Their pages are misses.
+                        are probed, and used again when they answer. Their pages are misses. The
+                        catalog, where it cannot be written: what is stored is served, saves are
+                        refused.
     transport           what moves the bytes, and why not something faster.
     counters            since opening: saved_pages, loaded_pages, missed_pages, known_pages (saves
                         of pages that were stored already), evicted_pages, checksum_errors,
@@ -170,13 +189,13 @@ class NamespaceStore:
         Cost       memory compares for pages this process knows, one catalog look-up at the first
                    page it does not.
         """
-        keys = self._chain(tokens, first)
+        keys, first = self._chain(tokens, first)
         pages = self._store._placement.match(self._entry, keys.data, first, keys.rooted)
         return Match(pages, pages * self.namespace.page_tokens)
 
     def contains(self, tokens: Any, first: int = 0) -> npt.NDArray[np.bool_]:
         """Return one bool a page from `first` on: whether it is stored, holes included."""
-        keys = self._chain(tokens, first)
+        keys, first = self._chain(tokens, first)
         return self._store._present(self._entry, keys, first)
 
     def save(
@@ -205,9 +224,9 @@ class NamespaceStore:
             ValueError: the memory does not hold the pages; `output_tokens` is not a count.
             StoreClosedError: after `close`.
         """
-        keys = self._chain(tokens, first)
+        keys, first = self._chain(tokens, first)
         if output_tokens is not None:
-            output_tokens = _count_of(output_tokens, "output_tokens")
+            output_tokens = count_of(output_tokens, "output_tokens")
         count = len(keys) - first
         fragments = self._fragments(memory, count, slots)
         return self._store._save(self._entry, keys, first, fragments, output_tokens)
@@ -234,9 +253,7 @@ class NamespaceStore:
         """
         if self._entry.parts is not None:
             raise ValueError("pages of this namespace are in parts; use load_parts")
-        keys = self._chain(tokens, first)
-        if count is not None:
-            keys = keys.upto(first + count)
+        keys, first = self._chain(tokens, first, count)
         fragments = self._fragments(memory, len(keys) - first, slots, writable=True)
         return self._store._loader.start(self._entry, keys, first, fragments)
 
@@ -262,9 +279,7 @@ class NamespaceStore:
         """
         if self._entry.parts is None:
             raise ValueError("pages of this namespace have no parts; use load")
-        keys = self._chain(tokens, first)
-        if count is not None:
-            keys = keys.upto(first + count)
+        keys, first = self._chain(tokens, first, count)
         fragments = None
         if memory is not None:
             fragments = self._fragments(memory, len(keys) - first, slots, writable=True)
@@ -280,11 +295,10 @@ class NamespaceStore:
             a Hold; its `pages` counts the ones that are stored without a gap, which are held. They
             count as used. A hold keeps off eviction for room; not `clear`, nor a page that turns
             out damaged, nor another process that owns the page's segment.
-        Cost       of a match; for pages whose chain is not known also a few steps a page.
+        Cost       of a match; for pages whose chain is not known, and where there are memory tiers,
+                   also a few steps a page.
         """
-        keys = self._chain(tokens, first)
-        if count is not None:
-            keys = keys.upto(first + count)
+        keys, first = self._chain(tokens, first, count)
         return Hold(self._store._placement, self._entry, keys, first)
 
     def pin(self, tokens: Any) -> int:
@@ -294,14 +308,17 @@ class NamespaceStore:
             how many leading pages are pinned now; give the same prefix to `unpin`. Pins count, are
             not shared with other processes, and end with the process.
         """
-        keys = self._chain(tokens, 0)
+        keys, _ = self._chain(tokens, 0)
         placement = self._store._placement
         hit = placement.match(self._entry, keys.data, 0, keys.rooted)
         return placement.pin(self._entry, keys.part(0, hit))
 
     def unpin(self, tokens: Any, pages: int) -> None:
-        """Take back one `pin` that returned `pages`."""
-        keys = self._chain(tokens, 0)
+        """Take back one `pin` that returned `pages`. Raises ValueError: not a count of them."""
+        keys, _ = self._chain(tokens, 0)
+        pages = count_of(pages, "pages")
+        if pages > len(keys):
+            raise ValueError(f"pages = {pages} of {len(keys)} were never pinned")
         self._store._placement.unpin(self._entry, keys.part(0, pages))
 
     def limit(self, *, share: float = 0.0, ttl_s: float | None = None) -> None:
@@ -316,6 +333,7 @@ class NamespaceStore:
         Raises
             ConfigError: an impossible limit, or the shares add up to more than 1.
         """
+        self._store._check_open()
         self._store._manager.limit(self._entry, Limits(share, ttl_s))
 
     def clear(self, timeout_s: float = 60.0) -> int:
@@ -327,28 +345,33 @@ class NamespaceStore:
             InternalError: the store has stopped saving; nothing was removed.
         """
         self._store._check_open()
+        timeout_s = seconds_of(timeout_s)
         job = ClearJob(self._entry)
         # Saves that were called before are queued before it, also those that end in memory.
-        if (
-            not self._store._drain_copies(timeout_s)
-            or not self._store._saver.enqueue(job)
-            or not job.done.wait(timeout_s)
-        ):
+        queued = self._store._drain_copies(timeout_s) and self._store._saver.enqueue(job)
+        if not queued and self._store._saver.failed:
+            raise InternalError("the store has stopped saving", op="clear")
+        if not queued or not job.done.wait(timeout_s):
+            self._store._check_open()
             raise BusyError(f"the namespace is not cleared after {timeout_s} s", op="clear")
         if job.error is not None:
             raise job.error
         return job.removed
 
-    def _chain(self, tokens: Any, first: int) -> PageKeys:
+    def _chain(self, tokens: Any, first: int, count: int | None = None) -> tuple[PageKeys, int]:
+        """The keys of a chain, up to page `first` + `count`, and `first` as an int."""
         self._store._check_open()
         keys = tokens if isinstance(tokens, PageKeys) else self.keys(tokens)
+        first = count_of(first, "first")
         if len(keys) and keys.width != self._entry.key_bytes:
             raise ValueError(
                 f"page keys of {keys.width} bytes; this namespace has {self._entry.key_bytes}"
             )
-        if not 0 <= first <= len(keys):
+        if first > len(keys):
             raise ValueError(f"first = {first} of {len(keys)} pages")
-        return keys
+        if count is not None:
+            keys = keys.upto(first + count_of(count, "count"))
+        return keys, first
 
     def _fragments(
         self, memory: Any, count: int, slots: Sequence[int] | None, writable: bool = False
@@ -362,9 +385,12 @@ class NamespaceStore:
             piece = as_memory(memory)
             if writable and not piece.writable:
                 raise ValueError("the memory to load into is read-only")
-            fragments = self._cut(page_fragments(piece, page_bytes, count, slots))
-        if fragments.address.size > BATCH_FRAGMENTS_MAX:
-            raise ValueError(f"more than {BATCH_FRAGMENTS_MAX} fragments in one save or load")
+            whole = page_fragments(piece, page_bytes, count, slots)
+            if writable and slots is not None and len(np.unique(whole.address)) != count:
+                raise ValueError("two pages to load have the same slot")
+            fragments = self._cut(whole)
+        trailers = count if self._entry.cipher is not None and writable else 0
+        _check_fragments(fragments.address.size + trailers)
         if fragments.page_count != count or fragments.page_bytes != page_bytes:
             raise ValueError(
                 f"memory of {fragments.page_count} pages of {fragments.page_bytes} bytes for "
@@ -394,6 +420,7 @@ class PrefixStore:
         transport: Transport | None = None,
         arenas: Mapping[str, Arena] | None = None,
     ) -> None:
+        config.check()
         self.config = config
         self._pid = os.getpid()
         self._closed = False
@@ -402,7 +429,9 @@ class PrefixStore:
             self._tiers = _memory_tiers(config, arenas or {}, undo)
             layout, self._catalog = open_layout(config)
             undo.callback(self._catalog.close)
-            self._lease = take_lease(lease_folder(config.path))
+            self._claim = claim_pools(catalog_folder(config.path) / "data.mdb", layout.paths)
+            undo.callback(self._claim.release)
+            self._lease = take_lease(lease_folder(config.path), layout.paths)
             undo.callback(self._lease.release)
             self._transport = transport or open_transport(
                 config.transport,
@@ -414,6 +443,8 @@ class PrefixStore:
                 ),
             )
             undo.callback(self._transport.close)
+            if isinstance(self._transport, Marks):
+                self._transport.mark(self._lease.number)
             self._manager = (EvictionLog if self._tiers else Manager)(
                 layout,
                 self._catalog,
@@ -422,25 +453,47 @@ class PrefixStore:
                 -(-layout.segment_count // config.writers_max),
                 Rules(config.policy, config.admission, config.write_budget),
             )
+            if config.writers_max > 1:
+                pool_bytes = layout.segment_count * layout.segment_bytes
+                heat = Heat(lease_folder(config.path) / "heat", pool_bytes)
+                undo.callback(heat.close)
+                self._manager.heat = heat
+            self._secret = layout.secret
+            self._placement: Manager | TierStack = self._manager
+            self._copier: Copier | None = None
+            self._mover: Mover | None = None
+            self._stack: TierStack | None = None
+            try:
+                self._start_threads(undo)
+            except RuntimeError as error:
+                raise BusyError(
+                    f"the store's threads cannot be started: {error}",
+                    op="open",
+                    retryable=True,
+                    hint="raise the limit on threads, ulimit -u",
+                ) from None
             undo.pop_all()
-        self._secret = layout.secret
-        self._placement: Manager | TierStack = self._manager
-        self._copier: Copier | None = None
-        self._mover: Mover | None = None
-        self._stack: TierStack | None = None
-        self._start_threads()
         _open_stores.add(self)
 
-    def _start_threads(self) -> None:
+    def _start_threads(self, undo: ExitStack) -> None:
         config, gate = self.config, LoadGate()
         if self._tiers:
             assert isinstance(self._manager, EvictionLog)
             self._copier = Copier(int(config.backlog))
+            undo.callback(self._copier.stop, START_TIMEOUT_S)
             self._stack = TierStack(self._manager, self._tiers, self._copier, config.write_policy)
             self._placement = self._stack
-        health = self._manager.health = Health(
-            self._transport, self._manager.count, config.io_timeout_s
+        durable = config.durability == "flush"
+        self._calls = DeviceCalls(self._transport, self._is_pool, self._manager.count)
+        undo.callback(self._calls.stop, START_TIMEOUT_S)
+        health = Health(
+            self._transport,
+            self._manager.count,
+            config.io_timeout_s,
+            calls=self._calls,
+            flush=durable,
         )
+        self._manager.use(health, self._calls, config.io_timeout_s)
         self._loader = Loader(
             self._manager,
             self._transport,
@@ -454,13 +507,15 @@ class PrefixStore:
             self._manager,
             self._transport,
             health,
-            flush=config.durability == "flush",
+            calls=self._calls,
+            flush=durable,
             backlog_bytes=int(config.backlog),
             io_timeout_s=config.io_timeout_s,
             sweep=self._sweep,
             fail=self._note_internal_error,
             upper=self._stack,
         )
+        undo.callback(self._saver.stop, START_TIMEOUT_S)
         if self._stack is not None:
             self._mover = Mover(
                 self._manager,
@@ -474,6 +529,7 @@ class PrefixStore:
                 sweep=self._sweep,
                 fail=self._note_internal_error,
             )
+            undo.callback(self._mover.stop, START_TIMEOUT_S)
             self._stack.connect(self._saver, self._mover)
         self._restorer = threading.Thread(
             target=self._manager.restore, name="tutti-restore", daemon=True
@@ -501,10 +557,12 @@ class PrefixStore:
             UnsupportedError: the store is of another format version, or this machine lacks the
                 transport that was asked for by name.
             DeviceError: the file system refused.
-        Cost       independent of the number of pages; the index fills in the background.
+        Cost       one pass over the catalog's file, to see that it is sound: about 0.2 s for a
+                   million pages, from memory; none while another process has the store open. The
+                   index fills in the background.
         """
         if not isinstance(config, StoreConfig):
-            config = StoreConfig.parse({"path": Path(config), **settings})
+            config = StoreConfig.parse({"path": config, **settings})
         elif settings:
             raise ConfigError("pass either a StoreConfig or single settings, not both")
         return cls(config, transport_object)
@@ -525,6 +583,10 @@ class PrefixStore:
                 an eighth of a memory tier, or than an hour's part of the write budget.
         """
         self._check_open()
+        if namespace is not None and not isinstance(namespace, Namespace):
+            raise ConfigError(f"namespace: {namespace!r} is not a Namespace")
+        if namespace is not None and fields:
+            raise ConfigError("pass either a Namespace or single fields, not both")
         if namespace is None:
             known = [f.name for f in dataclass_fields(Namespace)]
             for name in fields:
@@ -555,20 +617,29 @@ class PrefixStore:
         return self._transport.register(piece.address, piece.length_bytes)
 
     def unregister(self, region: int) -> None:
-        """Forget registered memory; no transfer may be using it."""
-        if not self._closed:
+        """Forget registered memory; no transfer may be using it.
+
+        Raises
+            ValueError: no region has this number, or it was forgotten already.
+        """
+        region = count_of(region, "region")
+        if self._closed or self._pid != os.getpid():
+            return
+        try:
             self._transport.unregister(region)
+        except KeyError:
+            raise ValueError(f"region = {region} is not registered") from None
 
     def wait_restored(self, timeout_s: float) -> bool:
         """Wait until the index of an existing store is in memory; answers are right before."""
-        return self._manager.restored.wait(timeout_s)
+        return self._manager.restored.wait(seconds_of(timeout_s))
 
     def stats(self) -> StoreStats:
         """Return a snapshot of the counters. Raises StoreClosedError after `close`."""
         self._check_open()
         self._loader.health.tick()
         return StoreStats(
-            pages=self._catalog.record_count(),
+            pages=self._manager.page_count(),
             used_bytes=self._manager.used_bytes(),
             capacity_bytes=int(self.config.capacity),
             pending_bytes=self._pending_bytes(),
@@ -576,8 +647,22 @@ class PrefixStore:
             transport=self._transport.capabilities(),
             counters=dict(self._manager.counters),
             tiers=self._tier_stats(),
-            unwell=self._loader.health.unwell(),
+            unwell=self._unwell(),
         )
+
+    def _unwell(self) -> tuple[str, ...]:
+        unwell = self._loader.health.unwell()
+        catalog = self._catalog.commits.unwell(self.config.io_timeout_s)
+        return (*unwell, f"{self.config.path}: the catalog, {catalog}") if catalog else unwell
+
+    def _is_pool(self, device: int, block: bytes) -> bool:
+        """Whether a first block is that of the pool at a place of this store."""
+        known = self._manager.layout.superblocks[device]
+        try:
+            found = Superblock.decode(block, self._transport.devices[device].path)
+        except TuttiError:
+            return False
+        return (found.store_id, found.pool_index) == (known.store_id, known.pool_index)
 
     def _pending_bytes(self) -> int:
         copying = self._copier.pending_bytes() if self._copier is not None else 0
@@ -588,7 +673,7 @@ class PrefixStore:
         above = [_stats_of(tier) for tier in self._tiers]
         drives = TierStats(
             name="nvme",
-            pages=self._catalog.record_count(),
+            pages=self._manager.page_count(),
             used_bytes=self._manager.used_bytes(),
             capacity_bytes=int(self.config.capacity),
             hits=counters["loaded_pages"] - sum(tier.hits for tier in above),
@@ -608,6 +693,7 @@ class PrefixStore:
             StoreClosedError: after `close`.
         """
         self._check_open()
+        timeout_s = seconds_of(timeout_s)
         if self._mover is None:
             return True
         deadline_s = time.monotonic() + timeout_s
@@ -617,34 +703,64 @@ class PrefixStore:
     def close(self, timeout_s: float = CLOSE_TIMEOUT_S) -> None:
         """Finish saves and loads in flight, then let go of files and threads. Idempotent.
 
-        What is not finished after `timeout_s` is abandoned: such pages are not stored.
+        What is not finished after `timeout_s` is abandoned: such pages are not stored. Where a
+        device does not answer by then, its files, its memory and the lease stay the process's.
+        Several threads may close; the others wait as long at most. Does nothing in a forked child.
         """
-        with self._close_lock:
-            if self._closed or self._pid != os.getpid():
-                return
-            self._closed = True
-            deadline_s = time.monotonic() + timeout_s
-            self._manager.stop()
-            self._restorer.join(timeout_s)
-            stopped = self._stop_moves(deadline_s)
-            stopped &= self._saver.stop(max(deadline_s - time.monotonic(), 0.0))
-            self._loader.wait_all(deadline_s)
-            if not stopped:
-                logger.warning("closing a store with saves unfinished after %s s", timeout_s)
-                return  # its thread still uses the files; the process's end lets go of them
+        timeout_s = seconds_of(timeout_s)
+        if self._pid != os.getpid():  # before the lock, which may have been held at the fork
+            return
+        deadline_s = time.monotonic() + timeout_s
+        if not self._close_lock.acquire(timeout=min(timeout_s, threading.TIMEOUT_MAX)):
+            return  # another thread is at it
+        try:
+            if not self._closed:
+                self._closed = True
+                self._end(deadline_s)
+        finally:
+            self._close_lock.release()
+
+    def _end(self, deadline_s: float) -> None:
+        self._manager.stop()
+        self._restorer.join(max(deadline_s - time.monotonic(), 0.0))
+        stopped = self._stop_moves(deadline_s)
+        stopped &= self._saver.stop(max(deadline_s - time.monotonic(), 0.0))
+        # Else the saver still needs them.
+        stopped = stopped and self._calls.stop(max(deadline_s - time.monotonic(), 0.0))
+        loaded = self._loader.wait_all(deadline_s)
+        # What did not end in time may do so when the transport closes.
+        if not (stopped and self._close_transport(deadline_s)):
+            logger.warning("closing a store with saves or loads unfinished")
+            _abandoned.append(self)
+            return
+        if not loaded:
+            self._loader.wait_all(time.monotonic() + END_TIMEOUT_S)
+        for tier in self._tiers:
+            tier.arena.close()
+        self._lease.release()
+        self._claim.release()
+        if self._manager.heat is not None:
+            self._manager.heat.close()
+        self._catalog.close()
+        _open_stores.discard(self)
+
+    def _close_transport(self, deadline_s: float) -> bool:
+        """Close it, which waits for what is in flight; False if that takes too long."""
+        closing = threading.Thread(target=self._transport.close, name="tutti-close", daemon=True)
+        try:
+            closing.start()
+        except RuntimeError:  # a limit on threads, or the interpreter is exiting
             self._transport.close()
-            for tier in self._tiers:
-                tier.arena.close()
-            self._lease.release()
-            self._catalog.close()
-            _open_stores.discard(self)
+            return True
+        closing.join(max(deadline_s - time.monotonic(), END_TIMEOUT_S))
+        return not closing.is_alive()
 
     def _stop_moves(self, deadline_s: float) -> bool:
         """Write what is in memory only to the drives, then end the threads above the saver."""
         if self._copier is None or self._mover is None:
             return True
         stopped = self._copier.stop(max(deadline_s - time.monotonic(), 0.0))
-        if not self._mover.flush(max(deadline_s - time.monotonic(), 0.0)):
+        if not self._mover.flush(max(deadline_s - time.monotonic(), 0.0), closing=True):
             logger.warning("closing a store with pages that were not written to the drives")
         return self._mover.stop(max(deadline_s - time.monotonic(), 0.0)) and stopped
 
@@ -677,9 +793,12 @@ class PrefixStore:
         self._manager.count("known_pages", len(stored) - len(missing))
         if len(missing):
             pages = fragments.select(missing)
-            if entry.parts is not None:
+            if entry.cipher is not None:
+                pages = entry.cipher.plain_form(pages)  # the saver encrypts it
+            elif entry.parts is not None:
                 rows = packed_rows(keys.data, keys.width)[missing + first]
                 pages = entry.parts.seal(entry.digest, rows, pages)
+                _check_fragments(pages.address.size)
             job = SaveJob(
                 entry=entry,
                 keys=keys.part(0, first + int(missing[-1]) + 1),
@@ -722,15 +841,12 @@ class PrefixStore:
         self._manager.count("internal_errors", 1)
 
 
-def _count_of(value: Any, name: str) -> int:
-    """An integer of whatever kind that is not negative, as an int."""
-    try:
-        count = operator.index(value)
-    except TypeError:
-        raise ValueError(f"{name} = {value!r} is not an integer") from None
-    if isinstance(value, bool) or count < 0:
-        raise ValueError(f"{name} = {value!r} is not a count")
-    return count
+def _check_fragments(count: int) -> None:
+    if count > BATCH_FRAGMENTS_MAX:
+        raise ValueError(
+            f"more than {BATCH_FRAGMENTS_MAX} fragments in one save or load, {count} with what is "
+            "stored besides"
+        )
 
 
 def _memory_tiers(

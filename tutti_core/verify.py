@@ -1,7 +1,6 @@
-"""Reads a store from outside, without a lease: what is in it, and whether all of it is sound.
+"""Checks every record, slot entry and payload byte of a store, from outside and without a lease.
 
-`describe_store` counts, `verify_store` checks every record, slot entry and payload byte. Both open
-the catalog read-only and create nothing, so they work beside a server.
+The catalog is opened read-only and nothing is created, so this works beside a server.
 
 The databases are read raw, because `Catalog` hides what is damaged. Each chunk is read in one LMDB
 transaction; a record and its slot entry change in one, so a chunk is consistent in itself whatever
@@ -11,299 +10,60 @@ a slot is overwritten only after its record is gone, so an unchanged record mean
 
 from __future__ import annotations
 
-import json
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
-import lmdb
 import numpy as np
 import numpy.typing as npt
 
 from tutti_core import hashing
-from tutti_core.config import StoreConfig
-from tutti_core.errors import BusyError, ConfigError, CorruptionError, device_error
-from tutti_core.format import (
-    DATA_OFFSET_BYTES,
-    PARTS_MAX,
-    RECORD,
-    RECORD_BYTES,
-    SegmentEntry,
-    Superblock,
-    record_is_sound,
-)
-from tutti_core.index.catalog import RECORD_KEY_BYTES, Records, page_keys_of
+from tutti_core.describe import NamespaceFacts, StoreFacts, describe_store
+from tutti_core.errors import BusyError, device_error
+from tutti_core.format import DATA_OFFSET_BYTES, RECORD, record_is_sound, slot_key
+from tutti_core.index.catalog import GENERATION_MAX, RECORD_KEY_BYTES, Records, page_keys_of
 from tutti_core.io.select import TransportName, open_transport
 from tutti_core.io.transport import BLOCK_BYTES, Batch, Op, Transport, TransportOptions
+from tutti_core.raw_catalog import (
+    RawCatalog,
+    View,
+    is_description,
+    namespace_fields,
+    parts_of,
+    read_layout,
+    stored_length,
+)
 from tutti_core.tiers.lease import held_leases
 from tutti_core.tiers.parts import PartLayout, layout_of_parts
-from tutti_core.tiers.pools import Layout, catalog_folder, inspect_pools, lease_folder, pool_file
+from tutti_core.tiers.pools import Layout, check_catalog, lease_folder
+
+__all__ = [
+    "KINDS",
+    "Bad",
+    "Damage",
+    "NamespaceFacts",
+    "Progress",
+    "RawCatalog",
+    "StoreFacts",
+    "VerifyReport",
+    "View",
+    "describe_store",
+    "read_layout",
+    "verify_store",
+]
 
 CHUNK = 4096
 WINDOW_BYTES = 32 << 20
 """Payload in flight at once is twice this, or two pages where those are larger."""
 READ_TIMEOUT_S = 300.0
 
-_MAP_BYTES_MIN = 64 << 30  # only address space; leaves room for a server that grows the file
-_READERS_MAX = 512
 _SLOT_KEY_BYTES = 8
-_ANY_CAPACITY = 1 << 60
 
 Progress = Callable[[str, int, int], None]
 """Called with (what is being checked, how many are done, how many there are)."""
 
 
-class RawCatalog:
-    """The catalog's databases as bytes, read-only.
-
-    Raises
-        ConfigError: there is no catalog, or this process has the store open.
-        CorruptionError: LMDB or its databases cannot be read.
-    """
-
-    def __init__(self, path: Path) -> None:
-        folder = catalog_folder(path)
-        data = folder / "data.mdb"
-        if not data.is_file():
-            raise ConfigError(f"there is no store at {path}", hint="`tutti init` makes one")
-        try:
-            self._env = lmdb.open(
-                str(folder),
-                map_size=max(_MAP_BYTES_MIN, 4 * data.stat().st_size),
-                max_dbs=8,
-                max_readers=_READERS_MAX,
-                readonly=True,
-                create=False,
-                lock=(folder / "lock.mdb").exists(),
-                readahead=False,
-            )
-        except lmdb.Error as error:
-            if "already open" in str(error):
-                raise ConfigError(f"this process has the store at {path} open") from None
-            raise CorruptionError(
-                f"the catalog in {folder} cannot be opened: {error}", scope="store"
-            ) from None
-        try:
-            names = ("meta", "namespaces", "records", "slots", "segments")
-            self._db = {name: self._env.open_db(name.encode(), create=False) for name in names}
-        except lmdb.Error as error:
-            self._env.close()
-            raise CorruptionError(
-                f"the catalog in {folder} is incomplete: {error}", scope="store"
-            ) from None
-
-    def close(self) -> None:
-        """Let go of the environment."""
-        self._env.close()
-
-    @contextmanager
-    def view(self) -> Iterator[View]:
-        """One consistent state of the catalog."""
-        with self._env.begin() as transaction:
-            yield View(transaction, self._db)
-
-
-class View:
-    """The catalog at one instant."""
-
-    def __init__(self, transaction: Any, db: dict[str, Any]) -> None:
-        self._transaction = transaction
-        self._db = db
-
-    def get(self, database: str, key: bytes) -> bytes | None:
-        """One value."""
-        value: bytes | None = self._transaction.get(key, db=self._db[database])
-        return value
-
-    def count(self, database: str) -> int:
-        """Entries of a database."""
-        return int(self._transaction.stat(self._db[database])["entries"])
-
-    def items(
-        self, database: str, after: bytes | None = None, limit: int | None = None
-    ) -> list[tuple[bytes, bytes]]:
-        """Up to `limit` entries that follow the key `after`, in order."""
-        found: list[tuple[bytes, bytes]] = []
-        with self._transaction.cursor(db=self._db[database]) as cursor:
-            more = cursor.first() if after is None else cursor.set_range(after)
-            if more and after is not None and cursor.key() == after:
-                more = cursor.next()
-            while more and (limit is None or len(found) < limit):
-                found.append(cursor.item())
-                more = cursor.next()
-        return found
-
-    def superblock(self) -> Superblock | None:
-        """The catalog's copy of pool 0's superblock."""
-        raw = self.get("meta", b"superblock")
-        return None if raw is None else Superblock.decode(raw, "the catalog")
-
-    def segments(self) -> tuple[dict[int, SegmentEntry], list[bytes]]:
-        """Assigned segments, and keys of entries that cannot be read."""
-        good, bad = {}, []
-        for key, value in self.items("segments"):
-            try:
-                good[int.from_bytes(key, "big")] = SegmentEntry.decode(value)
-            except CorruptionError:
-                bad.append(key)
-        return good, bad
-
-
-def read_layout(path: Path, pools: tuple[Path, ...], catalog: RawCatalog) -> Layout:
-    """The layout of a store that exists; `pools` as it was created with, default `path` itself.
-
-    Raises
-        ConfigError: a pool is missing, or is another store's.
-        UnsupportedError, CorruptionError: a superblock of another format, or damaged.
-    """
-    # Only the pools of the settings are looked at here.
-    config = StoreConfig.parse({"path": path, "pools": pools, "capacity": _ANY_CAPACITY})
-    files = tuple(pool_file(place) for place in config.pool_paths)
-    found = []
-    for file, superblock in zip(files, inspect_pools(config), strict=True):
-        if superblock is None:
-            raise ConfigError(
-                f"the pool {file} is missing", hint="name the store's pools with --pool, in order"
-            )
-        found.append(superblock)
-    with catalog.view() as view:
-        known = view.superblock()
-    if found[0].pool_count != len(files):
-        raise ConfigError(
-            f"the store at {path} has {found[0].pool_count} pools, {len(files)} named",
-            hint="name them with --pool, in the order in which the store was created",
-        )
-    for index, (file, superblock) in enumerate(zip(files, found, strict=True)):
-        owner = known.store_id if known is not None else found[0].store_id
-        if (superblock.store_id, superblock.pool_index) != (owner, index):
-            raise ConfigError(f"{file} belongs to another store or another place among the pools")
-    return Layout(tuple(found), files)
-
-
-# ---- description ----
-@dataclass(frozen=True, slots=True)
-class NamespaceFacts:
-    """One namespace: its fields, and what is stored of it."""
-
-    digest: str
-    description: dict[str, Any]
-    pages: int
-    payload_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class StoreFacts:
-    """A store as it lies on disk.
-
-    slot_sizes       slot size in bytes -> (segments cut so, used slots, slots).
-    leases           numbers of the writer leases that are held now.
-    """
-
-    path: str
-    store_id: str
-    format_version: int
-    pools: list[str]
-    pool_bytes: int
-    segment_bytes: int
-    segments: int
-    segments_assigned: int
-    slot_sizes: dict[int, tuple[int, int, int]]
-    pages: int
-    payload_bytes: int
-    catalog_bytes: int
-    namespaces: list[NamespaceFacts]
-    leases: list[int]
-
-
-def describe_store(path: Path, pools: tuple[Path, ...] = ()) -> tuple[StoreFacts, Layout]:
-    """Count what a store holds. Reads the catalog once, no payload.
-
-    Raises
-        ConfigError, UnsupportedError, CorruptionError: there is no store, or it cannot be read.
-    """
-    catalog = RawCatalog(path)
-    try:
-        layout = read_layout(path, pools, catalog)
-        pages: Counter[bytes] = Counter()
-        payload: Counter[bytes] = Counter()
-        for records in _all_records(catalog):
-            for digest in np.unique(records["namespace"]):
-                mine = records["namespace"] == digest
-                pages[digest.tobytes()] += int(mine.sum())
-                payload[digest.tobytes()] += int(records["length_bytes"][mine].sum())
-        with catalog.view() as view:
-            names = dict(view.items("namespaces"))
-            segments, _ = view.segments()
-            used = _used_slots(view)
-    finally:
-        catalog.close()
-    facts = StoreFacts(
-        path=str(path),
-        store_id=layout.store_id.hex(),
-        format_version=layout.version,
-        pools=[str(file) for file in layout.paths],
-        pool_bytes=layout.segment_count * layout.segment_bytes,
-        segment_bytes=layout.segment_bytes,
-        segments=layout.segment_count,
-        segments_assigned=len(segments),
-        slot_sizes=_slot_sizes(segments, used, layout.segment_bytes),
-        pages=sum(pages.values()),
-        payload_bytes=sum(payload.values()),
-        catalog_bytes=(catalog_folder(path) / "data.mdb").stat().st_blocks * 512,
-        namespaces=[
-            NamespaceFacts(digest.hex(), _fields(names.get(digest)), pages[digest], payload[digest])
-            for digest in sorted(names.keys() | pages.keys(), key=lambda d: -pages[d])
-        ],
-        leases=held_leases(lease_folder(path)),
-    )
-    return facts, layout
-
-
-def _all_records(catalog: RawCatalog) -> Iterator[Records]:
-    after: bytes | None = None
-    while True:
-        with catalog.view() as view:
-            items = view.items("records", after, CHUNK)
-        if not items:
-            return
-        after = items[-1][0]
-        yield np.frombuffer(b"".join(v for _, v in items if len(v) == RECORD_BYTES), dtype=RECORD)
-
-
-def _used_slots(view: View) -> Counter[int]:
-    used: Counter[int] = Counter()
-    after: bytes | None = None
-    while items := view.items("slots", after, CHUNK):
-        used.update(int.from_bytes(key[:4], "big") for key, _ in items)
-        after = items[-1][0]
-    return used
-
-
-def _slot_sizes(
-    segments: dict[int, SegmentEntry], used: Counter[int], segment_bytes: int
-) -> dict[int, tuple[int, int, int]]:
-    sizes: dict[int, tuple[int, int, int]] = {}
-    for number, entry in segments.items():
-        size = entry.slot_blocks * BLOCK_BYTES
-        count, taken, slots = sizes.get(size, (0, 0, 0))
-        sizes[size] = (count + 1, taken + used[number], slots + segment_bytes // size)
-    return dict(sorted(sizes.items()))
-
-
-def _fields(description: bytes | None) -> dict[str, Any]:
-    """A namespace's description; empty where it is unknown or unreadable."""
-    try:
-        fields = json.loads(description or b"{}")
-    except ValueError:
-        return {}
-    return fields if isinstance(fields, dict) else {}
-
-
-# ---- verification ----
 @dataclass(slots=True)
 class Damage:
     """One kind of damage: how often, and some examples."""
@@ -314,12 +74,15 @@ class Damage:
 
 @dataclass(slots=True)
 class Bad:
-    """Catalog entries that damage was found in, by key: what a repair drops."""
+    """What damage was found in: entries by key, which a repair drops, and what it puts right."""
 
     records: set[bytes] = field(default_factory=set)
     slots: set[bytes] = field(default_factory=set)
     segments: set[bytes] = field(default_factory=set)
     namespaces: set[bytes] = field(default_factory=set)
+    superblock: bool = False
+    sequence: int | None = None
+    """What the sequence must be at least, where it is not."""
 
 
 @dataclass(slots=True)
@@ -354,14 +117,18 @@ KINDS = {
     "namespace": "record of a namespace that the catalog does not know",
     "namespace_entry": "namespace whose digest is not that of its description",
     "length": "record whose length is not its namespace's page size",
-    "generation": "record newer than the catalog's sequence",
+    "generation": "record with an impossible generation",
+    "sequence": "sequence that is unreadable or older than a record",
+    "superblock": "catalog without a readable copy of the superblock",
     "segment": "record in an unassigned segment, or in one cut for another page size",
-    "segment_entry": "unreadable segment entry",
+    "segment_entry": "segment entry that is unreadable, or of a segment beyond the pools",
     "slot": "record whose slot entry is missing or names another page",
     "slot_entry": "slot entry without a record that points back",
     "payload": "page whose bytes do not agree with their checksum",
     "read": "page that cannot be read",
     "pool": "pool file shorter than the store",
+    "tree": "catalog that LMDB cannot use; made anew by a repair",
+    "pool_superblock": "damaged superblock of a pool; written anew by a repair",
 }
 
 
@@ -374,6 +141,7 @@ def verify_store(
     examples: int = 10,
     progress: Progress = lambda what, done, total: None,
     bad: Bad | None = None,
+    trust_path: bool = False,
 ) -> VerifyReport:
     """Check every record, slot entry and payload of a store. Changes nothing.
 
@@ -382,25 +150,27 @@ def verify_store(
             not counted as damage.
         examples: how many of each kind of damage to describe.
         bad: filled with what the damage was found in.
+        trust_path: as in StoreConfig.
     Raises
         BusyError: a process holds a writer lease, and not `online`.
         ConfigError, UnsupportedError, CorruptionError: there is no store, or it cannot be opened.
     Cost       reads everything once; memory is bounded whatever the size of the store.
     """
     start_s = time.perf_counter()
+    check_catalog(path, trusting=trust_path)
     held = held_leases(lease_folder(path))
     if held and not online:
         raise BusyError(
             f"the store at {path} is open in {len(held)} process(es)",
             hint="stop them, or use --online",
         )
-    catalog = RawCatalog(path)
+    catalog = RawCatalog(path, trusting=trust_path)
     try:
-        layout = read_layout(path, pools, catalog)
+        layout = read_layout(path, pools, catalog, trusting=trust_path)
         options = TransportOptions(transfer_bytes_max=1 << 20)
         reader = open_transport(transport, layout.devices(), options)
         try:
-            check = _Check(catalog, layout, reader, examples, progress, bad or Bad())
+            check = _Check(catalog, layout, reader, examples, progress, bad or Bad(), online)
             check.run()
         finally:
             reader.close()
@@ -421,8 +191,10 @@ class _Check:
         examples: int,
         progress: Progress,
         bad: Bad,
+        online: bool,
     ) -> None:
         self._bad = bad
+        self._online = online
         self._catalog = catalog
         self._layout = layout
         self._reader = reader
@@ -460,12 +232,18 @@ class _Check:
                 self._found("pool", f"{device.path}: {size} of {device.capacity_bytes} bytes")
 
     def _check_tables(self, view: View) -> None:
-        _, bad = view.segments()
+        good, bad = view.segments()
+        if not self._online:  # else a process may have made the store larger just now
+            bad += [slot_key(n, 0)[:4] for n in good if n >= self._layout.segment_count]
         for key in bad:
             self._found("segment_entry", f"segment {key.hex()}")
             self._bad.segments.add(key)
+        if view.superblock() is None:
+            self._found("superblock", "in the catalog")
+            self._bad.superblock = True
+        self._check_sequence(view, np.empty(0, dtype=np.uint64))
         for digest, description in view.items("namespaces"):
-            if hashing.digest(description) != digest or not _is_description(description):
+            if hashing.digest(description) != digest or not is_description(description):
                 self._found("namespace_entry", f"namespace {digest.hex()}")
                 self._bad.namespaces.add(digest)
 
@@ -494,12 +272,12 @@ class _Check:
         records: Records = np.frombuffer(b"".join(raw for _, raw in good), dtype=RECORD)
         self._check_names(view, keys, records)
         placed = self._well_placed(view, records)
-        sequence = int.from_bytes(view.get("meta", b"sequence") or b"\0", "big")
+        self._check_sequence(view, records["generation"])
         for i, key in enumerate(keys):
             where = self._where(key, records[i])
             if not placed[i]:
                 self._found_record("segment", where, key)
-            if int(records[i]["generation"]) > sequence:
+            if int(records[i]["generation"]) >= GENERATION_MAX:
                 text = f"{where}, generation {records[i]['generation']}"
                 self._found_record("generation", text, key)
             if view.get("slots", _slot_key(records[i])) != key:
@@ -507,12 +285,22 @@ class _Check:
             if records[i]["namespace"].tobytes() in self._bad.namespaces:
                 self._bad.records.add(key)  # nobody can say what it is
 
+    def _check_sequence(self, view: View, generations: npt.NDArray[np.uint64]) -> None:
+        """Whether the sequence is at least as large as every generation that can be one."""
+        newest = int(generations[generations < GENERATION_MAX].max(initial=0))
+        sequence = view.sequence()
+        if sequence is not None and newest <= sequence:
+            return
+        if self._bad.sequence is None:
+            self._found("sequence", f"sequence {sequence}, generation {newest}")
+        self._bad.sequence = max(self._bad.sequence or 0, newest)
+
     def _check_names(self, view: View, keys: list[bytes], records: Records) -> None:
         """Namespace known, length as it says, record key recomputed."""
         for digest in np.unique(records["namespace"]):
             mine = np.flatnonzero(records["namespace"] == digest)
-            fields = _fields(view.get("namespaces", digest.tobytes()))
-            width, size = fields.get("key_bytes"), _stored_bytes(fields)
+            fields = namespace_fields(view.get("namespaces", digest.tobytes()))
+            width, size = fields.get("key_bytes"), stored_length(fields, self._layout.trailer_bytes)
             if not isinstance(width, int) or not 1 <= width <= 32:
                 for i in mine:
                     self._found_record("namespace", self._where(keys[i], records[i]), keys[i])
@@ -607,8 +395,8 @@ class _Check:
         layouts = []
         for digest in np.unique(records["namespace"]):
             with self._catalog.view() as view:
-                fields = _fields(view.get("namespaces", digest.tobytes()))
-            if parts := layout_of_parts(_parts_of(fields)):
+                fields = namespace_fields(view.get("namespaces", digest.tobytes()))
+            if parts := layout_of_parts(parts_of(fields), self._layout.trailer_bytes):
                 mine = records["namespace"] == digest
                 mine &= records["length_bytes"] == parts.stored_bytes
                 layouts.append((mine, parts))
@@ -697,22 +485,4 @@ class _Payloads:
 
 
 def _slot_key(record: np.void) -> bytes:
-    return int(record["segment"]).to_bytes(4, "big") + int(record["slot"]).to_bytes(4, "big")
-
-
-def _parts_of(fields: dict[str, Any]) -> list[int]:
-    """Lengths of the parts that a description names; none where there are none, or nonsense."""
-    parts = fields.get("parts", [])
-    known = isinstance(parts, list) and len(parts) <= PARTS_MAX
-    return parts if known and all(isinstance(n, int) and n > 0 for n in parts) else []
-
-
-def _stored_bytes(fields: dict[str, Any]) -> Any:
-    """The length that records of a described namespace have."""
-    parts = layout_of_parts(_parts_of(fields))
-    return fields.get("page_bytes") if parts is None else parts.stored_bytes
-
-
-def _is_description(description: bytes) -> bool:
-    fields = _fields(description)
-    return isinstance(fields.get("page_bytes"), int) and isinstance(fields.get("key_bytes"), int)
+    return slot_key(int(record["segment"]), int(record["slot"]))

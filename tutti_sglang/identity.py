@@ -7,6 +7,7 @@ another model, or of the same one with other weights or settings, are never take
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
 import threading
 import weakref
@@ -94,7 +95,7 @@ def draft_identity(options: Options) -> str:
     if not path:
         return ""
     revision = getattr(server, "speculative_draft_model_revision", None)
-    return f"{options.weights or ''} {_read_fingerprint(path, revision)}"
+    return json.dumps([options.weights or "", _read_fingerprint(path, revision)])
 
 
 def expects_draft() -> bool:
@@ -149,7 +150,7 @@ def _fingerprint(server: Any) -> str:
 
 
 def _read_fingerprint(model_path: str, revision: str | None) -> str:
-    named = f"unread: {model_path} {revision or ''}"
+    named = f"unread: {json.dumps([model_path, revision or ''])}"
     try:
         folder = _model_folder(model_path, revision)
         return named if folder is None else weights_fingerprint(folder, revision)

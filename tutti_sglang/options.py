@@ -62,6 +62,8 @@ def parse_options(extra_config: Mapping[str, Any] | None, writers: int) -> Optio
     Raises
         ConfigError: names the option, its value and what is accepted.
     """
+    if not isinstance(extra_config, Mapping | None):
+        raise ConfigError(f"the extra config is {extra_config!r:.100}, not a table of options")
     given = dict(extra_config or {})
     settings = {name: value for name, value in given.items() if name not in _PLUMBING}
     fallback_path = settings.pop("file_storage_path", None)  # SGLang's --file-storage-path
@@ -74,9 +76,9 @@ def parse_options(extra_config: Mapping[str, Any] | None, writers: int) -> Optio
         weights=_text(own, "weights"),
         tenant=_text(own, "tenant") or "",
         operation_timeout_s=_seconds(own, "operation_timeout_s", _OPERATION_TIMEOUT_S),
-        passes_prefix_keys=bool(given.get(PREFIX_KEYS, False)),
-        backs_up_drafts=bool(given.get(RANK_DRAFTS, False)),
-        zero_copy=bool(given.get("interface_v1", False)),
+        passes_prefix_keys=_switch(given, PREFIX_KEYS),
+        backs_up_drafts=_switch(given, RANK_DRAFTS),
+        zero_copy=_switch(given, "interface_v1"),
     )
 
 
@@ -84,7 +86,18 @@ def _text(own: Mapping[str, Any], name: str) -> str | None:
     value = own.get(name)
     if value is not None and not isinstance(value, str):
         raise ConfigError(f"{name} = {value!r} must be text")
+    try:
+        (value or "").encode()
+    except UnicodeEncodeError:
+        raise ConfigError(f"{name} = {value!r} must be text that UTF-8 can encode") from None
     return value
+
+
+def _switch(given: Mapping[str, Any], name: str) -> bool:
+    value = given.get(name)
+    if value not in (None, False, True):  # 0 and 1 as well
+        raise ConfigError(f"{name} = {value!r} must be true or false")
+    return bool(value)
 
 
 def _seconds(own: Mapping[str, Any], name: str, default: float) -> float:

@@ -210,6 +210,11 @@ public:
         return engine_->flush(device);
     }
 
+    int replace_file(std::uint32_t device, int fd) {
+        nb::gil_scoped_release unlocked;
+        return engine_->replace_file(device, fd);
+    }
+
     std::int64_t register_memory(std::uint64_t address, std::uint64_t length_bytes) {
         nb::gil_scoped_release unlocked;
         return engine_->register_memory(address, length_bytes);
@@ -239,6 +244,7 @@ public:
         d["transfers"] = s.transfers;
         d["fixed_transfers"] = s.fixed_transfers;
         d["enters"] = s.enters;
+        d["device_items"] = s.device_items;
         return d;
     }
 
@@ -283,6 +289,7 @@ NB_MODULE(_native, m) {
              "length_bytes"_a.noconvert(), "checksum"_a)
         .def("wait", &PyEngine::wait, "ticket"_a, "timeout_s"_a)
         .def("flush", &PyEngine::flush, "device"_a)
+        .def("replace_file", &PyEngine::replace_file, "device"_a, "fd"_a)
         .def("register_memory", &PyEngine::register_memory, "address"_a, "length_bytes"_a)
         .def("unregister_memory", &PyEngine::unregister_memory, "region"_a)
         .def("stats", &PyEngine::stats)

@@ -1,6 +1,7 @@
 // The thread of one device; see device_ring.h for its invariants.
 #include "tutti/device_ring.h"
 
+#include <fcntl.h>
 #include <pthread.h>
 #include <signal.h>
 #include <sys/eventfd.h>
@@ -156,6 +157,12 @@ Status DeviceRing::flush() const {
     return 0;
 }
 
+Status DeviceRing::replace_file(int fd) {
+    // The number stays, so that nobody can meet a descriptor that is somebody else's by now.
+    if (dup3(fd, fd_, O_CLOEXEC) < 0) return -errno;
+    return files_registered_ ? call({.kind = Command::Kind::kFile}) : 0;
+}
+
 // ---- the thread -------------------------------------------------------------------------------
 
 void DeviceRing::run(Reply& started) {
@@ -239,6 +246,11 @@ void DeviceRing::take_commands() {
             case Command::Kind::kUnregister:
                 command.reply->set(apply(command.buffers, false));
                 break;
+            case Command::Kind::kFile: {
+                const int updated = io_uring_register_files_update(&ring_, 0, &fd_, 1);
+                command.reply->set(updated == 1 ? 0 : updated < 0 ? updated : -EIO);
+                break;
+            }
             case Command::Kind::kStop:
                 stopping_ = true;
                 break;

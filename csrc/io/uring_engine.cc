@@ -76,7 +76,7 @@ int open_device(const std::string& path, std::uint64_t& memory_align, std::strin
 
 }  // namespace
 
-UringEngine::UringEngine(std::size_t device_count) : pid_(getpid()), flushes_(device_count) {
+UringEngine::UringEngine(std::size_t device_count) : pid_(getpid()), flush_mutexes_(device_count) {
     for (std::uint32_t i = kBuffersMax; i-- > 1;) buffers_free_.push_back(i);  // 0: bounce arena
 }
 
@@ -136,11 +136,21 @@ Status UringEngine::flush(std::uint32_t device) {
         const std::lock_guard lock(mutex_);
         if (closed_) return -ESHUTDOWN;
     }
-    FlushState& state = flushes_[device];
-    const std::lock_guard lock(state.mutex);
-    if (state.status == 0) state.status = lanes_[device].ring->flush();
+    // One at a time: of two concurrent calls the kernel reports a lost write to one only.
+    const std::lock_guard lock(flush_mutexes_[device]);
     flush_count_.fetch_add(1, std::memory_order_relaxed);
-    return state.status;
+    return lanes_[device].ring->flush();
+}
+
+Status UringEngine::replace_file(std::uint32_t device, int fd) {
+    if (forked()) return -ECHILD;
+    const std::shared_lock alive(life_);
+    {
+        const std::lock_guard lock(mutex_);
+        if (closed_) return -ESHUTDOWN;
+    }
+    const std::lock_guard lock(flush_mutexes_[device]);
+    return lanes_[device].ring->replace_file(fd);
 }
 
 std::int64_t UringEngine::register_memory(std::uint64_t address, std::uint64_t length_bytes) {
@@ -229,6 +239,11 @@ EngineStats UringEngine::stats() const {
         add(sum.transfers, ring.transfers);
         add(sum.fixed_transfers, ring.fixed_transfers);
         add(sum.enters, ring.enters);
+        std::uint64_t ended = 0;
+        add(ended, ring.read_items);
+        add(ended, ring.write_items);
+        add(ended, ring.failed_items);
+        sum.device_items.push_back(ended);
     }
     add(sum.flushes, flush_count_);
     return sum;

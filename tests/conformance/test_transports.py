@@ -76,8 +76,9 @@ def stall_posix(transport: Transport) -> Iterator[None]:
     """Occupy every worker of a PosixTransport."""
     assert isinstance(transport, PosixTransport)
     gate = threading.Event()
-    for _ in range(transport._workers):
-        transport._pool.submit(gate.wait)
+    for queue in transport._queues:
+        for _ in range(transport._workers):
+            queue.put(gate.wait)
     try:
         yield
     finally:

@@ -1,200 +1,171 @@
-"""Stop at every device operation in turn, reopen, and compare with what may be there.
+"""Stopping a store at every operation of its devices and its catalog; and that this finds faults.
 
-A history runs on devices in memory that stop at operation n; then the power goes, the store is
-opened again on what is left, and every page ever saved must come back bit-exact or as a miss.
+The second half are negative controls: with the store broken on purpose, some crash point shows it.
 """
 
 from __future__ import annotations
 
-import random
-import shutil
-from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
+import lmdb
+import numpy as np
 import pytest
-from store_kit import PAGE, Client, chain, check_space, client, memory_devices, small_config
+from store_kit import PAGE, chain, client, memory_devices
 
-from tutti_core import PageKeys, PrefixStore
-from tutti_core.testing import FaultyDevices, Oracle
-
-SPACES = (
-    {"model": "a"},
-    {"model": "b", "page_bytes": 3 * PAGE - 7},
-    {"model": "c", "page_bytes": PAGE + 9, "parts": (9, PAGE)},
+from tutti_core import PrefixStore
+from tutti_core.index import catalog
+from tutti_core.index.catalog import Catalog
+from tutti_core.testing import Oracle
+from tutti_core.tiers.lease import Lease
+from tutti_core.tiers.manager import Manager
+from tutti_core.tiers.saver import Saver
+from tutti_core.tiers.space import Space
+from tutti_core.trials import Tally
+from tutti_core.trials.crash_points import (
+    SHAPES,
+    Life,
+    Shape,
+    Stop,
+    crash_once,
+    every_stop,
+    judge,
+    relapses,
+    run,
 )
-WORDS = ("aaaa", "aab", "abab", "b", "bbbbbbb", "abc", "cab", "aaaabb")
+
+SHAPE = {shape.name: shape for shape in SHAPES}
+SEED = 7
+POINTS_MAX = 80
 
 
-@dataclass
-class Run:
-    """What one history did until the devices stopped."""
-
-    oracle: Oracle = field(default_factory=Oracle)
-    stored: set[tuple[int, str]] = field(default_factory=set)
-    """Pages that a save has reported and nothing has taken away since."""
-    evicted: bool = False
-
-
-def names(word: str) -> list[str]:
-    return [word[: i + 1] for i in range(len(word))]
+@pytest.mark.parametrize("name", SHAPE)
+def test_power_loss_at_every_operation(fast_path: Path, name: str) -> None:
+    tally = Tally()
+    every_stop(fast_path / "store", SHAPE[name], SEED, tally)
+    tally.check()
+    assert tally.crash_points > 20
+    assert tally.pages_compared > 300
+    assert tally.misses > 300
 
 
-def play(seed: int, config, devices: FaultyDevices, steps: int, clears: bool) -> Run:
-    """Run a seeded history until its end or until the devices stop."""
-    rng, run = random.Random(seed), Run()
-    with PrefixStore.open(config, transport_object=devices) as store:
-        store.wait_restored(20)
-        clients = [client(store, run.oracle, **fields) for fields in SPACES]
-        for step in range(steps):
-            space, word, roll = rng.randrange(len(SPACES)), rng.choice(WORDS), rng.random()
-            if roll < 0.65:
-                stored = clients[space].save(chain(*word), seed=step)
-                run.stored |= {
-                    (space, name) for name, good in zip(names(word), stored, strict=True) if good
-                }
-            elif roll < 0.9 or not clears:
-                loaded = clients[space].load(chain(*word))
-                if not all(loaded):  # a read that failed takes its page along
-                    gone = zip(names(word), loaded, strict=True)
-                    run.stored -= {(space, name) for name, good in gone if not good}
-            else:
-                run.stored = {(s, name) for s, name in run.stored if s != space}
-                clients[space].pages.clear()
-                run.oracle.forget(clients[space].name)
-            if devices.stopped:
-                break
-        run.evicted = store.stats().counters.get("evicted_pages", 0) > 0
-    return run
+def test_power_loss_again_and_again_while_the_last_is_repaired(fast_path: Path) -> None:
+    tally = Tally()
+    relapses(fast_path / "store", 3, 12, tally)
+    tally.check()
+    assert tally.crash_points == 12
+    assert tally.pages_compared > 10
 
 
-def judge(run: Run, config, devices: FaultyDevices, durable: bool) -> None:
-    """Open what is left and compare it with the run."""
-    with PrefixStore.open(config, transport_object=devices) as store:
-        clients = [client(store, run.oracle, **fields) for fields in SPACES]
-        for space, pages in enumerate(clients):
-            for word in WORDS:
-                keys = chain(*word)
-                contained = pages.contains(keys)
-                loaded = pages.load(keys)  # the oracle compares each byte
-                if durable:
-                    assert loaded == contained, "a page in the catalog did not survive"
-                    for name, good in zip(names(word), loaded, strict=True):
-                        expected = not run.evicted and (space, name) in run.stored
-                        assert good or not expected, f"{name} of {space} was stored and is gone"
-                # What did not load is gone for good.
-                for was, is_now in zip(loaded, pages.contains(keys), strict=True):
-                    assert was or not is_now
-        check_space(store)
-        use_again(clients)
-        check_space(store)
-
-
-def use_again(clients: list[Client]) -> None:
-    """The store still works: everything can be saved and loaded, and all space is to be had."""
-    for pages, word in zip(clients, ("bbbbbbb", "aaaa", "ab"), strict=True):
-        assert all(pages.save(chain(*word), seed=99)), "the store is not usable any more"
-        assert all(pages.load(chain(*word)))
-    for pages in clients:
-        pages.pages.clear()
-    keys = PageKeys(b"".join(bytes([i]) * 16 for i in range(16)), 16)
-    assert all(clients[0].save(keys)), "space was lost"
-    assert all(clients[0].load(keys))
-
-
-def every_stop(seed: int, folder: Path, pools: int, steps: int, segments: int, **settings) -> int:
-    """Play one history for each operation that it makes, with the power lost at that one."""
-    places = [folder / f"pool{i}" for i in range(pools)] if pools > 1 else []
-    config = small_config(folder / "store", segments=segments, pools=places, **settings)
-    durable = config.durability == "flush"
-    devices = memory_devices(config, seed=seed)
-    play(seed, config, devices, steps, clears=True)
-    total = devices.operations
-    for stop in range(total + 1):
-        for part in folder.iterdir():
-            shutil.rmtree(part)
-        devices = memory_devices(config, seed=stop)
-        devices.stop_at(stop)
-        run = play(seed, config, devices, steps, clears=True)
-        devices.crash(seed=seed * 1000 + stop)
-        judge(run, config, devices.reopen(seed=stop), durable)
-    return total
-
-
-@pytest.mark.parametrize("pools", [1, 2])
-@pytest.mark.parametrize("durability", ["flush", "none"])
-def test_power_loss_at_every_operation_of_a_store_with_room(fast_path, pools, durability) -> None:
-    total = every_stop(7, fast_path, pools, 16, 8, durability=durability)
-    assert total > 20
-
-
-@pytest.mark.parametrize("durability", ["flush", "none"])
-def test_power_loss_at_every_operation_of_a_store_that_evicts(fast_path, durability) -> None:
-    total = every_stop(21, fast_path, 1, 40, 2, durability=durability)
-    assert total > 50
+def test_the_trial_ends_in_time_and_leaves_nothing(fast_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr("tutti_core.trials.crash_points.SHAPES", (Shape("tiny", 2, 8, room=True),))
+    tally = run(fast_path, seed=SEED, seconds=0.5)
+    tally.check()
+    assert tally.crash_points > 12
+    assert not list(fast_path.iterdir())
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_process_death_with_writes_in_flight(fast_path: Path, seed: int) -> None:
     """What a dead process had submitted may land in part; nobody was told that it was stored."""
-    config = small_config(fast_path / "store")
+    shape, tally = Shape("in flight", 8, 2), Tally()
+    config = shape.config(fast_path)
     devices = memory_devices(config, seed=seed)
-    run = play(seed, config, devices, 12, clears=False)
+    life = Life(shape, Oracle(), tally)
+    life.play(config, devices, seed, lambda: False)
     devices = devices.reopen(seed=seed)
     store = PrefixStore.open(config, transport_object=devices)
-    pages = client(store, run.oracle)
+    pages = client(store, life.oracle)
     devices.hold()
     pages.oracle.save(pages.name, chain("late")[0], b"L" * PAGE)
     ticket = pages.pages.save(chain("late"), b"L" * PAGE)
     devices.kill()
     assert not ticket.wait(20).any()
     store.close()
-    run.evicted = True  # the late save may have evicted
-    judge(run, config, devices.reopen(seed=seed), durable=False)
+    life.promised.clear()  # the late save may have evicted
+    judge(life, config, devices.reopen(seed=seed), "in flight")
+    tally.check()
 
 
-def test_a_crash_while_a_crash_is_repaired(fast_path: Path) -> None:
-    """Power is lost again and again, at an operation soon after each reopening."""
-    config = small_config(fast_path / "store")
-    devices = memory_devices(config, seed=3)
-    oracle = Oracle()
-    rng = random.Random(3)
-    for life in range(25):
-        devices.stop_at(rng.randrange(1, 25))
-        with PrefixStore.open(config, transport_object=devices) as store:
-            pages = client(store, oracle)
-            while not devices.stopped:
-                word = rng.choice(WORDS)
-                pages.save(chain(*word), seed=life)
-                pages.load(chain(*rng.choice(WORDS)))
-        devices.crash(seed=life)
-        devices = devices.reopen(seed=life)
-    assert oracle.hits > 20
-    with PrefixStore.open(config, transport_object=devices) as store:
-        pages = client(store, oracle)
-        for word in WORDS:
-            pages.load(chain(*word))
-        check_space(store)
+# ---- negative controls ----
+def first_complaint(folder: Path, shape: Shape, lost: bool = False) -> Tally:
+    """Stop at one operation after the other until something is noticed, a `lost` page if so."""
+    tally = Tally()
+    for index in range(POINTS_MAX):
+        for of in ("catalog", "device"):
+            crash_once(folder / "store", shape, SEED, Stop(of, index), tally)
+            if tally.durable_pages_lost if lost else tally.complaint_count:
+                with pytest.raises(AssertionError):
+                    tally.check()
+                return tally
+    raise AssertionError("nothing was noticed")
 
 
-def test_the_check_itself_notices_a_page_published_before_its_flush(
-    fast_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Negative control: without the flush, some crash point must show a page that is gone."""
-    from tutti_core.tiers.saver import Saver
-
+def test_a_page_published_before_its_flush_is_noticed(fast_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(
         Saver, "_flush_devices", lambda self, group: {int(d): 0 for w in group for d in w.device}
     )
-    with pytest.raises(AssertionError, match=r"did not survive|is gone"):
-        every_stop(7, fast_path, 1, 9, 8)
+    first_complaint(fast_path, SHAPE["room"], lost=True)
 
 
-def test_the_check_itself_notices_a_slot_that_is_reused_too_early(
-    fast_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Negative control: eviction that does not remove the record first must be seen."""
-    from tutti_core.index.catalog import Catalog
-
+def test_a_record_that_stays_after_its_eviction_is_noticed(fast_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(Catalog, "remove", lambda self, pages: None)
-    with pytest.raises(AssertionError):
-        every_stop(21, fast_path, 1, 22, 2)
+    first_complaint(fast_path, SHAPE["eviction"])
+
+
+def test_a_slot_that_is_free_before_its_record_is_gone_is_noticed(
+    fast_path: Path, monkeypatch
+) -> None:
+    """Eviction removes the records with the next commit only: the slot is overwritten before."""
+    real_publish, real_clear = Catalog.publish, Manager.clear
+    late: list[tuple[bytes, int, int]] = []
+
+    def remove_retired(self: Manager, pages: list[tuple[bytes, int, int]]) -> None:
+        late.extend(pages)
+        with self.lock:
+            self.space.give_up(np.array([slot for _, slot, _ in pages], dtype=np.uint64))
+
+    def remove_late(catalog: Catalog) -> None:
+        catalog.remove(list(late))
+        late.clear()
+
+    def publish(self: Catalog, groups: Any) -> Any:
+        remove_late(self)
+        return real_publish(self, groups)
+
+    def clear(self: Manager, entry: Any) -> int:
+        count = real_clear(self, entry)
+        remove_late(self.catalog)
+        return count
+
+    monkeypatch.setattr(Manager, "_remove_retired", remove_retired)
+    monkeypatch.setattr(Manager, "clear", clear)
+    monkeypatch.setattr(Catalog, "publish", publish)
+    first_complaint(fast_path, Shape("long", 30, 2), lost=True)
+
+
+def test_a_catalog_that_does_not_sync_is_noticed(fast_path: Path, monkeypatch) -> None:
+    class Careless:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(lmdb, name)
+
+        def open(self, path: str, **options: Any) -> Any:
+            return lmdb.open(path, **{**options, "sync": False})
+
+    monkeypatch.setattr(catalog, "lmdb", Careless())
+    first_complaint(fast_path, SHAPE["room"])
+
+
+def test_a_slot_that_is_lost_is_noticed(fast_path: Path, monkeypatch) -> None:
+    real = Space.give_up
+    monkeypatch.setattr(Space, "give_up", lambda self, slots: real(self, slots[1:]))
+    tally = Tally()
+    crash_once(fast_path / "store", SHAPE["room"], SEED, Stop("device", 0), tally)
+    assert tally.complaint_count == 1
+
+
+def test_a_descriptor_that_stays_open_is_noticed(fast_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(Lease, "release", lambda self: None)
+    tally = Tally()
+    crash_once(fast_path / "store", Shape("short", 1, 8), SEED, None, tally)
+    assert any("descriptors" in text for text in tally.complaints)

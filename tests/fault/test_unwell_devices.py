@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import errno
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
 import pytest
-from store_kit import PAGE, check_space, client, finish, open_faulty, run, settle
+from store_kit import PAGE, check_space, client, finish, open_faulty, poll, run, settle
 
 from tutti_core import BusyError, PrefixStore
+from tutti_core.errors import device_error
+from tutti_core.index import commits
+from tutti_core.index.catalog import Catalog
 from tutti_core.io.transport import Device, Op
 from tutti_core.testing import FOREVER, Fault, FaultyDevices
 from tutti_core.tiers.health import ERRORS_MAX, NOT_THE_DEVICE, PROBE_FIRST_S, PROBE_LAST_S, Health
@@ -35,6 +39,11 @@ def opened(path: Path, **settings: object) -> Iterator[tuple[PrefixStore, Faulty
         yield store, devices, clock
 
 
+def recover(store: PrefixStore) -> None:
+    """Look at the statistics, which looks after the probes, until all devices are well."""
+    poll(lambda: store.stats().unwell == (), "the devices are well again")
+
+
 def test_failing_reads_end_after_some_and_the_pages_are_kept(fast_path: Path) -> None:
     with opened(fast_path / "s") as (store, devices, clock):
         pages = client(store)
@@ -50,7 +59,7 @@ def test_failing_reads_end_after_some_and_the_pages_are_kept(fast_path: Path) ->
         assert all(pages.save(run("b", 4), seed=0)), "writes are not concerned"
         devices.disarm()
         clock.now_s += PROBE_FIRST_S
-        store.stats()  # starts the probe
+        recover(store)
         assert store.stats().unwell == () and devices.operations > before
         assert all(pages.load(run("a", 64))), "a page was dropped for its device's sake"
         counters = store.stats().counters
@@ -92,8 +101,10 @@ def test_a_read_only_device_serves_loads_and_takes_no_saves(fast_path: Path) -> 
         assert all(pages.load(run("a", 8)))
         devices.disarm()
         clock.now_s += PROBE_FIRST_S
-        for _ in range(2):
-            pages.save(run("b", 8))  # a refused save looks after the probe too
+        for i in range(1000):
+            if pages.save(run(i, 1))[0]:  # a refused save looks after the probe too
+                break
+            time.sleep(0.001)
         assert all(pages.save(run("b", 8))) and store.stats().unwell == ()
         check_space(store)
 
@@ -126,8 +137,7 @@ def test_a_stalled_load_makes_the_device_unwell_and_is_collected_later(fast_path
         assert ticket.wait(20).all(), "what was under way still ends"
         assert store.stats().unwell, "only a probe says that it is well"
         clock.now_s += PROBE_FIRST_S
-        for _ in range(2):
-            store.stats()
+        recover(store)
         assert store.stats().unwell == () and all(pages.load(run("a", 4)))
         assert all(pages.save(run("b", 2)))
 
@@ -177,8 +187,7 @@ def test_a_stalled_write_does_not_stop_the_store(fast_path: Path) -> None:
         assert not any(pages.save(run("b", 2)))
         devices.release()
         clock.now_s += PROBE_FIRST_S
-        for _ in range(2):
-            store.stats()
+        recover(store)
         assert all(pages.save(run("b", 2))) and all(pages.load(run("b", 2)))
         check_space(store)
 
@@ -198,8 +207,7 @@ def test_one_bad_device_of_two_leaves_the_other_s_pages(fast_path: Path) -> None
         assert devices.operations - before == sum(first), "the bad device was asked again"
         devices.disarm()
         clock.now_s += PROBE_FIRST_S
-        for _ in range(2):
-            store.stats()
+        recover(store)
         assert all(pages.load(run("a", 64)))
 
 
@@ -221,8 +229,7 @@ def test_probes_come_less_and_less_often_while_they_fail(fast_path: Path) -> Non
         assert max(gaps) <= PROBE_LAST_S + 2 and len(times) < 30
         devices.disarm()
         clock.now_s += PROBE_LAST_S
-        for _ in range(2):
-            store.stats()
+        recover(store)
         assert store.stats().unwell == ()
 
 
@@ -254,8 +261,7 @@ def test_the_write_probe_changes_nothing_that_matters(fast_path: Path) -> None:
             store._loader.health.note_late([0])
             clock.now_s += store.config.io_timeout_s
         clock.now_s += PROBE_FIRST_S
-        for _ in range(2):
-            store.stats()
+        recover(store)
         assert store.stats().unwell == ()
         config, devices = store.config, devices
     again = devices.reopen(seed=1)
@@ -274,3 +280,82 @@ def test_health_asks_nothing_of_well_devices() -> None:
     health.tick()
     health.note(Op.READ, np.zeros(3, dtype=np.uint32), np.zeros(3, dtype=np.int32))
     assert health.all_well and health.unwell() == ()
+
+
+def test_a_catalog_that_cannot_be_read_gives_misses_and_raises_nothing(
+    fast_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with opened(fast_path / "s") as (store, _, _):
+        pages = client(store)
+        assert all(pages.save(run("a", 4)))
+
+        def refuse(*arguments: object) -> None:
+            raise device_error("read", errno.EIO)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Catalog, "lookup", refuse)
+            patch.setattr(Catalog, "record_count", refuse)
+            assert pages.match(run("b", 4)) == 0 and not any(pages.contains(run("b", 4)))
+            assert all(pages.load(run("a", 4))) and not any(pages.load(run("b", 4)))
+            assert store.stats().pages == 0, "the last figure that is known"
+        assert store.stats().pages == 4 and store.stats().counters["catalog_errors"] > 0
+
+
+def test_one_pool_that_takes_no_writes_leaves_saving_to_the_other(fast_path: Path) -> None:
+    """Fault: one read-only device of several, and nothing is saved any more."""
+    places = [fast_path / "a", fast_path / "b"]
+    with opened(fast_path / "s", pools=places) as (store, devices, clock):
+        pages = client(store)
+        devices.arm(Fault("error", "write", device=1, count=FOREVER, errno=errno.EROFS))
+        i = 0
+        while not store.stats().unwell:
+            assert any(pages.save(run(i, ERRORS_MAX))) and i < 10
+            i += 1
+        assert store.stats().unwell == (f"{devices.devices[1].path}: writes",)
+        before = devices.injected["error", "write"]
+        for i in range(30):  # more than fits into one pool
+            assert all(pages.save(run(("more", i), 8))) and all(pages.load(run(("more", i), 8)))
+        assert devices.injected["error", "write"] == before
+        assert "pages_refused_unwell" not in store.stats().counters
+        devices.disarm()
+        clock.now_s += PROBE_LAST_S
+        recover(store)
+        assert all(pages.save(run("b", 16)))
+        assert devices.injected["error", "write"] == before
+        check_space(store)
+
+
+def test_commits_that_are_refused_and_a_bound_that_rises_again() -> None:
+    clock = Clock()
+    state = commits.Commits(1600, clock)
+    state.begin()
+    assert state.unwell(30.0) == ""
+    clock.now_s += 31
+    assert "31 s" in state.unwell(30.0)
+    pauses = []
+    for _ in range(8):
+        state.end("Read-only file system")
+        assert state.refused and not state.due and state.unwell(30.0) == "Read-only file system"
+        pauses.append(state._next_s - clock.now_s)
+        clock.now_s += pauses[-1]
+        assert state.due
+    assert pauses == [1, 2, 4, 8, 16, 32, 60, 60]
+    state.end(None)
+    assert state.refused, "a commit that was given up says nothing"
+    state.end("")
+    assert not state.refused and state.unwell(30.0) == ""
+    state.note_full(800)
+    assert state.records_max == 750
+    state.note_full(320)
+    assert state.records_max == 750, "it was lowered just now"
+    clock.now_s += commits.ROOM_PAUSE_S
+    assert state.records_max == 850
+    state.note_full(320)
+    assert state.records_max == 850
+    clock.now_s += commits.ROOM_PAUSE_S
+    state.note_full(320)
+    assert state.records_max == 300
+    clock.now_s += 3.5 * commits.ROOM_PAUSE_S
+    assert state.records_max == 600
+    clock.now_s += 100 * commits.ROOM_PAUSE_S
+    assert state.records_max == 1600

@@ -1,113 +1,179 @@
-"""Random and mutated bytes into every decoder of persisted data and of configuration.
+"""Random and damaged bytes into every decoder, senseless calls, and every input kept so far.
 
-A decoder accepts, or raises one of our errors; nothing else. Runs briefly as a test; `make fuzz
-SECONDS=… SEED=…` runs it for longer. A failure prints the seed and the input.
+`make fuzz SECONDS=… SEED=…` runs the same for longer, and a coverage-guided fuzzer over the same
+decoders. A failure says the decoder, the seed and the input; put the smallest such input, named
+after what it found, into `corpus/<decoder>/`, and it is tried at every run from then on.
 """
 
 from __future__ import annotations
 
 import os
-import random
-import time
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
+from options_decoder import OPTIONS
 
-from tutti_core import StoreConfig, TuttiError
-from tutti_core.format import (
-    RECORD,
-    RECORD_BYTES,
-    SegmentEntry,
-    Superblock,
-    record_is_sound,
-    seal_records,
-)
+from tutti_core import NamespaceStore, PrefixStore, StoreConfig
+from tutti_core.format import SegmentEntry, Superblock
+from tutti_core.tiers.parts import PartLayout
+from tutti_core.trials import Tally, bad_input, decoders
+from tutti_core.trials.bad_calls import try_calls
+from tutti_core.trials.decoders import Decoder, all_decoders
 
 SECONDS = float(os.environ.get("TUTTI_FUZZ_SECONDS", "0"))
 SEED = int(os.environ.get("TUTTI_FUZZ_SEED", "0"))
-ROUNDS_MIN = 3000
-
-SUPERBLOCK = Superblock(bytes(range(16)), bytes(16), 0, 1, 1 << 20, 64).encode()
-SEGMENT = SegmentEntry(3, 64).encode()
-TOML = b'path = "/nowhere"\ncapacity = "2GiB"\npools = ["/a", "/b"]\nio_timeout_s = 3.5\n'
-JSON = b'{"path": "/nowhere", "capacity": 1073741824, "verify": false, "segment": "4MiB"}'
+CORPUS = Path(__file__).parent / "corpus"
+NATIVE = [*(CORPUS / "native").iterdir()]
 
 
-def _record() -> bytes:
-    record = np.zeros(1, dtype=RECORD)
-    record["segment"], record["length_bytes"], record["generation"] = 7, 65536, 99
-    seal_records(record)
-    return record.tobytes()
+@pytest.fixture
+def table(fast_path: Path) -> tuple[Decoder, ...]:
+    return (*all_decoders(fast_path), OPTIONS)
 
 
-def _mutate(source: bytes, rng: random.Random) -> bytes:
-    data = bytearray(source)
-    for _ in range(rng.choice([1, 1, 2, 8])):
-        kind = rng.randrange(5)
-        at = rng.randrange(len(data) + 1)
-        if kind == 0 and at < len(data):
-            data[at] ^= 1 << rng.randrange(8)
-        elif kind == 1:
-            data[at:at] = rng.randbytes(rng.randrange(1, 9))
-        elif kind == 2:
-            del data[at : at + rng.randrange(1, 64)]
-        elif kind == 3:
-            data[at : at + 8] = rng.choice([b"\xff" * 8, bytes(8), b"\x80" + bytes(7)])
-        else:
-            del data[at:]
-    return bytes(data) if rng.random() > 0.02 else rng.randbytes(rng.randrange(200))
+def test_whatever_comes_is_used_or_refused(fast_path: Path) -> None:
+    tally = bad_input.run(fast_path, seed=SEED, seconds=SECONDS, more=[OPTIONS])
+    tally.check()
+    calls = {name for name in tally.bad_inputs if name.startswith("call ")}
+    assert len(calls) > 20 and all(tally.bad_inputs[name] for name in calls)
+    names = {decoder.name for decoder in (*all_decoders(fast_path / "names"), OPTIONS)}
+    assert names == tally.bad_inputs.keys() - calls
+    assert all(tally.bad_inputs[name] >= 30 for name in names)
 
 
-def _fuzz(source: bytes, decode: Callable[[bytes], object]) -> None:
-    rng = random.Random(SEED)
-    end_s = time.monotonic() + SECONDS
-    rounds = 0
-    while rounds < ROUNDS_MIN or time.monotonic() < end_s:
-        data = _mutate(source, rng)
-        rounds += 1
-        try:
-            decode(data)
-        except TuttiError:
-            pass
-        except Exception as error:
-            pytest.fail(f"seed {SEED}, round {rounds}: {type(error).__name__}: {error}: {data!r}")
+def test_the_corpus_is_tried_again(table: tuple[Decoder, ...]) -> None:
+    tally = Tally()
+    bad_input.replay(table, CORPUS, tally)
+    tally.check()
+    folders = {folder.name for folder in CORPUS.iterdir()} - {"native"}
+    assert folders == set(tally.bad_inputs) == {decoder.name for decoder in table}
+    assert sum(tally.bad_inputs.values()) + len(NATIVE) == sum(1 for _ in CORPUS.glob("*/*"))
 
 
-def test_superblock() -> None:
-    def decode(data: bytes) -> None:
-        found = Superblock.decode(data, "here")
-        assert data[:4096] == SUPERBLOCK, f"a damaged superblock was taken: {found}"
-
-    decode(SUPERBLOCK)
-    _fuzz(SUPERBLOCK, decode)
-
-
-def test_record() -> None:
-    good = _record()
-
-    def decode(data: bytes) -> None:
-        # The check has 32 bits; over a few million mutations none should pass by luck.
-        assert record_is_sound(data) == (data == good)
-
-    assert len(good) == RECORD_BYTES
-    decode(good)
-    _fuzz(good, decode)
+def test_native_code_keeps_what_its_headers_promise() -> None:
+    """The native corpus and some random inputs, under sanitizers; `native.sh` builds once."""
+    command = ["sh", str(CORPUS.parent / "native.sh"), str(SEED), f"{SECONDS:.0f}", "300"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300 + SECONDS)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "nothing broken" in done.stdout or "Done" in done.stderr
 
 
-def test_segment_entry() -> None:
-    assert SegmentEntry.decode(SEGMENT) == SegmentEntry(3, 64)
-    _fuzz(SEGMENT, SegmentEntry.decode)
+# ---- negative controls: each breaks one rule, which the trial has to notice ----
+def careless_length(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(
+        SegmentEntry,
+        "decode",
+        classmethod(lambda cls, data: cls(*np.frombuffer(data[:8].ljust(8, b"\1"), "<u4"))),
+    )
 
 
-@pytest.mark.parametrize(("suffix", "source"), [(".toml", TOML), (".json", JSON)])
-def test_config_file(suffix: str, source: bytes, tmp_path: Path) -> None:
-    file = tmp_path / f"store{suffix}"
+def key_error(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(StoreConfig, "parse", classmethod(lambda cls, settings: settings["path"]))
 
-    def decode(data: bytes) -> None:
-        file.write_bytes(data)
-        StoreConfig.load(file)
 
-    decode(source)
-    _fuzz(source, decode)
+def unchecked_superblock(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(
+        Superblock, "decode", classmethod(lambda cls, data, where: cls(data[:16], b"", 0, 1, 1, 1))
+    )
+
+
+def senseless_superblock(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Superblock, "_is_possible", lambda self: True)
+
+
+def trusting_parts(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(PartLayout, "sound", lambda self, address, checksum: np.ones(1, dtype=np.bool_))
+
+
+def unsealed_record(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(decoders, "record_is_sound", lambda raw: len(raw) == 96)
+
+
+def wrapped_tokens(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(decoders, "token_array", lambda given: np.asarray(given).astype(np.uint32))
+
+
+@pytest.mark.parametrize(
+    ("breaking", "noticed"),
+    [
+        (careless_length, "segment"),
+        (key_error, "settings"),
+        (unchecked_superblock, "superblock"),
+        (senseless_superblock, "sealed_superblock"),
+        (trusting_parts, "page_in_parts"),
+        (unsealed_record, "record"),
+        (wrapped_tokens, "tokens"),
+    ],
+)
+def test_a_broken_decoder_is_noticed(
+    table: tuple[Decoder, ...],
+    monkeypatch: pytest.MonkeyPatch,
+    breaking: Callable[[pytest.MonkeyPatch], None],
+    noticed: str,
+) -> None:
+    breaking(monkeypatch)
+    tally = Tally()
+    chosen = [decoder for decoder in table if decoder.name == noticed]
+    with np.errstate(all="ignore"):
+        bad_input.attack(chosen, tally, seed=SEED, rounds=bad_input.ROUNDS)
+    assert any(text.startswith(noticed) for text in tally.complaints)
+
+
+def attribute_error(patch: pytest.MonkeyPatch) -> None:
+    match = NamespaceStore.match
+
+    def careless(self: NamespaceStore, tokens: object, first: int = 0) -> object:
+        tokens.__len__  # type: ignore[attr-defined]  # noqa: B018
+        return match(self, tokens, first)
+
+    patch.setattr(NamespaceStore, "match", careless)
+
+
+def wrong_bytes(patch: pytest.MonkeyPatch) -> None:
+    load = NamespaceStore.load
+
+    def spoiling(
+        self: NamespaceStore, tokens: object, memory: object, *rest: object, **more: object
+    ):
+        ticket = load(self, tokens, memory, *rest, **more)  # type: ignore[arg-type]
+        ticket.wait(20)
+        if isinstance(memory, bytearray) and memory:
+            memory[0] ^= 1
+        return ticket
+
+    patch.setattr(NamespaceStore, "load", spoiling)
+
+
+def open_for_ever(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(PrefixStore, "_check_open", lambda self: None)
+
+
+def twice_the_same_place(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(np, "unique", lambda values: values)
+
+
+@pytest.mark.parametrize(
+    ("breaking", "noticed"),
+    [
+        (attribute_error, "match"),
+        (wrong_bytes, "wrong bytes"),
+        (open_for_ever, "after close"),
+        (twice_the_same_place, "twice into one place"),
+    ],
+)
+def test_a_broken_call_is_noticed(
+    fast_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    breaking: Callable[[pytest.MonkeyPatch], None],
+    noticed: str,
+) -> None:
+    breaking(monkeypatch)
+    tally = Tally()
+    try:
+        try_calls(fast_path, tally)
+    except AssertionError as error:
+        tally.complain(str(error))
+    assert any(noticed in text for text in tally.complaints), tally.complaints

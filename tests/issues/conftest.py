@@ -6,6 +6,8 @@ What needs SGLang asks for the fixture `hicache` or `linker`, which import it wh
 from __future__ import annotations
 
 import importlib.util
+import os
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -45,6 +47,42 @@ def _rule() -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+class SmallDisk:
+    """A file system of its own, which others can fill."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def free_bytes(self) -> int:
+        facts = os.statvfs(self.folder)
+        return facts.f_bavail * facts.f_frsize
+
+    def fill(self, leave_bytes: int) -> None:
+        """Another program takes all but this much."""
+        size = self.free_bytes() - leave_bytes
+        with open(self.folder / "others", "ab") as stream:
+            stream.write(bytes(size))
+
+    def clean(self) -> None:
+        """The other program has ended, and its file is gone."""
+        (self.folder / "others").unlink()
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[SmallDisk]:
+    """A file system in memory of 16 MiB."""
+    folder = tmp_path / "disk"
+    folder.mkdir(mode=0o700)
+    if os.geteuid() != 0:
+        pytest.skip("loop devices need root, and so do mounts")
+    mount = ["mount", "-t", "tmpfs", "-o", "size=16m,mode=0700", "tutti-test", str(folder)]
+    made = subprocess.run(mount, capture_output=True, text=True, check=False)
+    if made.returncode:
+        pytest.skip(f"this machine has no loop devices, nor mounts: {made.stderr.strip()}")
+    yield SmallDisk(folder)
+    subprocess.run(["umount", "--lazy", str(folder)], check=True)
 
 
 @pytest.fixture(scope="session")

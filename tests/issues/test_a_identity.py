@@ -134,6 +134,17 @@ def test_bug_02_other_weights_under_the_served_name_find_nothing(
         assert rank.exists(keys) == 1, "the old weights still find their own"
 
 
+def test_bug_02_models_whose_files_are_not_here_stay_apart(monkeypatch) -> None:
+    """Fault: name and revision stand side by side, and where one ends nobody can tell."""
+    from tutti_sglang import identity
+
+    found = [
+        identity._read_fingerprint(name, revision)
+        for name, revision in [("/no/a", "b c"), ("/no/a b", "c"), ("/no/a", "b"), ("/no/a b", "")]
+    ]
+    assert len(set(found)) == 4 and all(name.startswith("unread") for name in found)
+
+
 def test_bug_03_names_that_look_alike_stay_apart(store_dir: Path) -> None:
     """Fault: names are made fit for a path, and two of them become one."""
     names = ["org/m", "org-m", "org_m", "org--m", "org/m/", "/org/m", "org\\m", "org%2Fm", "Org/m"]

@@ -22,6 +22,7 @@ from gds_stand_in import Shifted, StandInCuda, StandInKvikio
 from store_kit import (
     MIB,
     PAGE,
+    SEGMENT,
     Client,
     chain,
     check_space,
@@ -35,12 +36,14 @@ from store_kit import (
     settle,
     small_config,
 )
+from thread_kit import beside
 from tier_kit import DRAM, check_tiers, dram, open_tiers, quiesce, tiered_config
 
 from tutti_core import ConfigError, PageFragments, PageKeys, PrefixStore
 from tutti_core.io.gds import GdsTransport
 from tutti_core.io.posix import PosixTransport
 from tutti_core.testing import FOREVER, Fault, explain, page_bytes
+from tutti_core.tiers import segments
 
 ROOT = Path(__file__).parents[2]
 
@@ -147,29 +150,24 @@ def test_bug_14_a_load_beside_saves_is_whole_or_a_miss(store_dir: Path) -> None:
     keys, size = run("k", 1), 8 * PAGE
     with open_small(store_dir, segments=4) as store:
         pages = store.namespace(model="m", page_bytes=size, page_tokens=1)
-        over, seen = threading.Event(), threading.Event()
-        rounds = []
+        seen = threading.Event()
 
         def rewrite() -> None:
             for seed in range(60):
-                pages.save(keys, page_bytes(seed, keys[0], size)).wait(20)
-                if not seen.wait(5):
-                    break
+                assert pages.save(keys, page_bytes(seed, keys[0], size)).wait(60).all()
+                assert seen.wait(60), "a page that was saved is loaded"
                 seen.clear()
                 pages.clear()
-                rounds.append(seed)
-            over.set()
 
-        writer = threading.Thread(target=rewrite)
-        writer.start()
         memory = bytearray(size)
-        while not over.is_set():
-            if pages.load(keys, memory).wait(20)[0]:
+        with beside(rewrite) as (writer,):
+            while writer.running:
+                if not pages.load(keys, memory).wait(60)[0]:
+                    time.sleep(0.0002)  # a loop that never waits takes the interpreter for itself
+                    continue
                 seed = int.from_bytes(memory[8:16], "little")
                 assert memory == page_bytes(seed, keys[0], size), explain(memory)
                 seen.set()
-        writer.join()
-        assert len(rounds) == 60, "a page that was saved is loaded"
 
 
 def test_bug_14_half_of_a_new_page_over_an_old_one(store_dir: Path) -> None:
@@ -240,6 +238,37 @@ def test_bug_15_the_kernels_own_short_writes(
         assert store.stats().pages == 1 and store.stats().used_bytes == size
         assert pages.save(run("k", 1)) == [True] == pages.load(run("k", 1))
         assert pages.load(run("first", 1)) == [True]
+
+
+@pytest.mark.parametrize("transport", ["posix", "auto"])
+@pytest.mark.parametrize("room", [0, PAGE, 2 * PAGE])
+@pytest.mark.parametrize("set_aside", [True, False])
+def test_bug_15_a_file_system_that_is_full(
+    store_dir: Path, small_disk: Any, monkeypatch, transport: str, room: int, set_aside: bool
+) -> None:
+    """Fault: the same on a file system that has room for a part of the page.
+
+    With space set aside for each segment it refuses before the write; without, in the midst of it.
+    """
+    size, place = 3 * PAGE, small_disk.folder / "pool"
+    if not set_aside:
+        monkeypatch.setattr(os, "posix_fallocate", lambda descriptor, offset, length: None)
+    monkeypatch.setattr(segments, "_DISK_FULL_PAUSE_S", 0.0)
+    options = {"transport": transport, "durability": "none", "keep_free": 0}
+    with open_small(store_dir, pools=[place], **options) as store:
+        pages = client(store, page_bytes=size)
+        count = SEGMENT // size if set_aside else 1
+        assert pages.save(run("first", count)) == [True] * count
+        small_disk.fill(room)
+        hold = pages.pages.hold(run("first", count))  # or it would be evicted for the new page
+        assert pages.save(run("k", 1)) == [False]
+        assert pages.match(run("k", 1)) == 0 and pages.load(run("k", 1)) == [False]
+        assert store.stats().pages == count and store.stats().used_bytes == count * size
+        assert pages.load(run("first", count)) == [True] * count
+        check_space(store)
+        small_disk.clean()
+        assert pages.save(run("k", 1)) == [True] == pages.load(run("k", 1))
+        hold.release()
 
 
 @pytest.mark.parametrize("step", [1, 100, PAGE - 1])

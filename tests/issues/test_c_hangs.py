@@ -26,6 +26,7 @@ from store_kit import (
     settle,
     small_config,
 )
+from thread_kit import beside
 
 from tutti_core import NamespaceStore, PrefixStore, UnsupportedError
 from tutti_core.io import select
@@ -377,14 +378,10 @@ def test_bug_31_detaching_a_busy_backend_leaves_nothing_behind(
                 answers.append(rank.get(keys, range(4, 8)))
                 begun.set()
 
-        engine = threading.Thread(target=work)
-        engine.start()
-        assert begun.wait(20)
-        rank.storage.close()
-        rank.storage.close()
-        over.set()
-        engine.join(20)
-        assert not engine.is_alive()
+        with beside(work, stop=over.set):
+            assert begun.wait(20)
+            rank.storage.close()
+            rank.storage.close()
         assert rank.get(keys, range(4)) == [False] * 4 and rank.exists(keys) == 0
 
     once()

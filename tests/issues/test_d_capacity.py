@@ -23,6 +23,7 @@ from store_kit import (
     run,
     settle,
 )
+from thread_kit import beside
 
 from tutti_core import PrefixStore
 from tutti_core.testing import FOREVER, Fault, explain, page_bytes
@@ -135,35 +136,27 @@ def test_bug_36_the_engine_can_go_on_saving(hicache: Any, store_dir: Path) -> No
 
 def test_bug_37_a_load_of_a_page_that_is_being_evicted(store_dir: Path) -> None:
     """Fault: the page goes while it is read; the reader gets an exception or another page."""
-    keys, over, seen = run("k", 2), threading.Event(), threading.Event()
+    keys, seen = run("k", 2), threading.Event()
     with open_small(store_dir) as store:
         pages = store.namespace(model="m", page_bytes=PAGE, page_tokens=1)
         whole = b"".join(page_bytes(0, key, PAGE) for key in keys)
-        errors: list[BaseException] = []
 
         def evict() -> None:
-            try:
-                for i in range(12):
-                    assert pages.save(keys, whole).wait(20).all()
-                    assert seen.wait(5)
-                    seen.clear()
-                    assert pages.save(run(i, 16), bytes(16 * PAGE)).wait(20).any()
-            except BaseException as error:
-                errors.append(error)
-            finally:
-                over.set()
+            for i in range(12):
+                assert pages.save(keys, whole).wait(60).all()
+                assert seen.wait(60)
+                seen.clear()
+                assert pages.save(run(i, 16), bytes(16 * PAGE)).wait(60).any()
 
-        thread = threading.Thread(target=evict)
-        thread.start()
         memory = bytearray(2 * PAGE)
-        while not over.is_set():
-            for i, good in enumerate(pages.load(keys, memory).wait(20)):
-                page = memory[i * PAGE : (i + 1) * PAGE]
-                assert not good or page == page_bytes(0, keys[i], PAGE), explain(page)
-                if good:
-                    seen.set()
-        thread.join()
-        assert not errors and store.stats().counters["evicted_pages"] > 100
+        with beside(evict) as (thread,):
+            while thread.running:
+                for i, good in enumerate(pages.load(keys, memory).wait(60)):
+                    page = memory[i * PAGE : (i + 1) * PAGE]
+                    assert not good or page == page_bytes(0, keys[i], PAGE), explain(page)
+                    if good:
+                        seen.set()
+        assert store.stats().counters["evicted_pages"] > 100
         check_space(store)
 
 
@@ -245,6 +238,30 @@ def test_bug_38_a_full_disk_that_only_writes_notice(store_dir: Path) -> None:
             assert store.stats().used_bytes == 4 * PAGE
         assert all(pages.load(run("k", 4)))
         check_space(store)
+
+
+def test_bug_38_another_program_fills_the_disk(
+    store_dir: Path, small_disk: Any, monkeypatch
+) -> None:
+    """Fault: the store and others together cross the mark at which the machine is in trouble."""
+    monkeypatch.setattr(segments, "_DISK_FULL_PAUSE_S", 0.0)
+    mark = 8 * MIB
+    options = {"pools": [small_disk.folder / "pool"], "segment": MIB, "segments": 64}
+    with open_small(store_dir, **options, keep_free=mark) as store:
+        pages = client(store)
+        for i in range(3):
+            assert all(pages.save(run(i, 256)))
+        small_disk.fill(mark + MIB + MIB // 2)
+        for i in range(3, 9):  # room for one more segment above the mark
+            assert all(pages.save(run(i, 256))) and all(pages.load(run(i, 256)))
+            assert small_disk.free_bytes() >= mark
+        assert store.stats().used_bytes == 4 * MIB, "what it has it keeps, and evicts from"
+        counters = store.stats().counters
+        assert counters["disk_full"] > 0 and counters["evicted_pages"] >= 5 * 256
+        small_disk.clean()
+        for i in range(9, 12):
+            assert all(pages.save(run(i, 256)))
+        assert store.stats().used_bytes == 7 * MIB and small_disk.free_bytes() >= mark
 
 
 # ---- 39: restart ----

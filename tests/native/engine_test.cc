@@ -279,6 +279,85 @@ void test_limits_and_close() {
     }
 }
 
+/// Submits, waits for each other's tickets, flushes, registers and replaces files from many threads
+/// while two close the engine: every call ends, with an answer that is documented.
+void test_sharing_while_closing(const RingOptions& options, std::chrono::milliseconds after) {
+    constexpr std::uint64_t kCapacity = 4 << 20;
+    constexpr int kThreads = 3;
+    File file(kCapacity);
+    auto engine = open_engine({{file.path(), kCapacity}}, options);
+    std::vector<std::byte> memory[kThreads];
+    for (auto& own : memory) own.assign(64 << 10, std::byte{5});
+    std::atomic<std::int64_t> shared{0};  // a ticket that all wait for
+    std::atomic<int> spent{0}, collected{0}, started{0};
+    std::vector<std::thread> threads;
+    const auto wait = [&](std::int64_t ticket) {
+        std::shared_ptr<Batch> batch;
+        const auto bound = std::chrono::steady_clock::now() + 60s;
+        const Status status = engine->wait(ticket, bound, batch);
+        CHECK(status == 0 || status == -ENOENT);
+        (status == 0 ? collected : spent).fetch_add(1);
+        if (status == 0) {
+            for (const std::int32_t item : batch->status) CHECK(item == 0);
+        }
+    };
+    for (int t = 0; t < kThreads; ++t) {
+        threads.emplace_back([&, t] {
+            Random random(static_cast<std::uint64_t>(t) + 1);
+            for (;;) {
+                Arrays arrays;
+                for (std::uint64_t i = 0; i < 4; ++i) {
+                    arrays.item(0, (static_cast<std::uint64_t>(t) * 4 + i) * (64 << 10));
+                    arrays.fragment(memory[t].data() + i * (8 << 10), random.between(1, 8 << 10));
+                }
+                const std::int64_t ticket =
+                    engine->submit(arrays.view(random.one_in(2) ? Op::kRead : Op::kWrite));
+                if (ticket == -ESHUTDOWN) return;
+                CHECK(ticket > 0);
+                started.fetch_add(1);
+                shared.store(ticket);
+                wait(ticket);
+            }
+        });
+    }
+    std::atomic<bool> over{false};
+    threads.emplace_back([&] {  // takes tickets away from those who submitted them
+        while (!over.load()) {
+            if (const std::int64_t ticket = shared.exchange(0); ticket > 0) wait(ticket);
+        }
+    });
+    threads.emplace_back([&] {
+        for (;;) {
+            const Status status = engine->flush(0);
+            CHECK(status == 0 || status == -ESHUTDOWN);
+            CHECK(engine->stats().failed_items == 0);
+            CHECK(engine->grants().memory_align.size() == 1);
+            if (status == -ESHUTDOWN) return;
+        }
+    });
+    threads.emplace_back([&] {
+        for (;;) {
+            const auto address = reinterpret_cast<std::uint64_t>(memory[0].data());
+            const std::int64_t region = engine->register_memory(address, 64 << 10);
+            if (region == -ESHUTDOWN) return;
+            CHECK(region > 0);
+            const Status status = engine->unregister_memory(region);
+            CHECK(status == 0 || status == -ENOENT || status == -ESHUTDOWN);
+        }
+    });
+    std::this_thread::sleep_for(after);
+    std::vector<std::thread> closers;
+    for (int i = 0; i < 2; ++i) closers.emplace_back([&] { engine->close(); });
+    for (std::thread& thread : closers) thread.join();
+    for (std::size_t i = 0; i < threads.size(); ++i) {
+        if (i == kThreads) over.store(true);
+        threads[i].join();
+    }
+    // Each ticket was collected once, by whoever was first.
+    CHECK(collected.load() == started.load());
+    CHECK(engine->stats().failed_items == 0);
+}
+
 void test_missing_file() {
     OpenFailure failure;
     const std::vector<DeviceSpec> devices{{directory + "/no such file", 4096}};
@@ -296,6 +375,10 @@ int main(int argc, char** argv) {
     test_many_threads(kDefault, 6);
     test_many_threads(kTiny, 1);
     test_many_threads(kShort, 2);
+    for (const int after_ms : {0, 1, 20, 300}) {
+        test_sharing_while_closing(kDefault, std::chrono::milliseconds(after_ms));
+        test_sharing_while_closing(kTiny, std::chrono::milliseconds(after_ms));
+    }
     std::puts("engine_test: ok");
     return 0;
 }

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
+from thread_kit import beside
 
 from tutti_core import memcopy
 
@@ -87,11 +88,8 @@ def test_other_threads_run_meanwhile() -> None:
         while not stop.is_set():
             turns[0] += 1
 
-    thread = threading.Thread(target=spin)
-    thread.start()
-    before = turns[0]
-    memcopy.copy_pieces(*arrays)
-    advanced = turns[0] - before
-    stop.set()
-    thread.join()
+    with beside(spin, stop=stop.set):
+        before = turns[0]
+        memcopy.copy_pieces(*arrays)
+        advanced = turns[0] - before
     assert advanced > 0 and target[-1] == 1

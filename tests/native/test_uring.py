@@ -26,6 +26,8 @@ import xxhash
 
 pytest.importorskip("tutti_core._native", reason="built without the native extension")
 
+from thread_kit import beside
+
 from tutti_core.errors import (
     BusyError,
     ConfigError,
@@ -508,10 +510,7 @@ def test_registering_during_io(transport: UringTransport) -> None:
             for region in regions:
                 transport.unregister(region)
 
-    threads = [threading.Thread(target=churn) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    try:
+    with beside(churn, churn, stop=stop.set):
         for turn in range(30):
             memory[::4096] = turn
             pieces = [slice(i * MIB, (i + 1) * MIB) for i in range(8)]
@@ -520,10 +519,6 @@ def test_registering_during_io(transport: UringTransport) -> None:
             items = [(0, piece.start, [target[piece]]) for piece in pieces]
             assert not run(transport, Op.READ, items).status.any()
             assert np.array_equal(memory, target)
-    finally:
-        stop.set()
-        for thread in threads:
-            thread.join()
 
 
 # -- other processes -------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -23,6 +24,7 @@ import pytest
 import torch
 from delayed_device import DelayedDevice
 from store_kit import MIB, memory_devices, run, small_config
+from thread_kit import beside, together
 
 from tutti_core import (
     ConfigError,
@@ -296,32 +298,23 @@ def test_several_threads_share_one_staging(rng: random.Random) -> None:
     device = DelayedDevice(rng, steps=4)
     pools = [Pool(random.Random(seed), 40) for seed in range(3)]
     staging = Staging([pool.pool for pool in pools], ring_bytes=256 * 1024, api=device)
-    failed: list[BaseException] = []
 
     def work(index: int) -> None:
         mine, own = random.Random(index), pools[index]
-        try:
-            for _ in range(5):
-                rows = own.rows(mine, 20)
-                content = own.content(mine, 20)
-                for part in range(3):
-                    for low in range(20):
-                        target = DevicePages(own.pool, rows)
-                        while (space := staging.take(target, part, low, low + 1)) is None:
-                            time.sleep(0.001)
-                        arrive(space, own.part(content, part)[low : low + 1])
-                        space.place()
-                        assert space.placed(20.0)
-                own.check(rows, content)
-        except BaseException as error:
-            failed.append(error)
+        for _ in range(5):
+            rows = own.rows(mine, 20)
+            content = own.content(mine, 20)
+            for part in range(3):
+                for low in range(20):
+                    target = DevicePages(own.pool, rows)
+                    while (space := staging.take(target, part, low, low + 1)) is None:
+                        time.sleep(0.001)
+                    arrive(space, own.part(content, part)[low : low + 1])
+                    space.place()
+                    assert space.placed(20.0)
+            own.check(rows, content)
 
-    threads = [threading.Thread(target=work, args=(index,)) for index in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60.0)
-    assert not failed and not any(thread.is_alive() for thread in threads)
+    together(*(partial(work, index) for index in range(3)))
 
 
 # -- what a device refuses ----------------------------------------------------------------------
@@ -571,18 +564,13 @@ def test_one_save_waits_for_another_no_longer_than_it_may(
     devices, pages, pool, staging = slow_store
     target = DevicePages(pool.pool, pool.rows(rng, 50))
     with devices.held():
-        first = threading.Thread(
-            target=staging.save,
-            args=(pages, run("first", 50), 0, target),
-            kwargs={"timeout_s": 1.0},
-        )
-        first.start()
-        while not staging._save_lock.locked():
-            time.sleep(0.001)
-        began_s = time.monotonic()
-        assert not staging.save(pages, run("second", 50), 0, target, timeout_s=0.1).any()
-        assert time.monotonic() - began_s < 0.8
-        first.join(10.0)
+        save = partial(staging.save, pages, run("first", 50), 0, target, timeout_s=1.0)
+        with beside(save) as (first,):
+            while not staging._save_lock.locked() and first.running:
+                time.sleep(0.001)
+            began_s = time.monotonic()
+            assert not staging.save(pages, run("second", 50), 0, target, timeout_s=0.1).any()
+            assert time.monotonic() - began_s < 0.8
     assert staging.close(10.0)
 
 

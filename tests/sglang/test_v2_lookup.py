@@ -10,6 +10,7 @@ from __future__ import annotations
 import random
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from sglang.srt.mem_cache.hicache_storage import (
     PoolTransferResult,
 )
 from sglang_cpu.host_pools import make, page_bytes, page_count, slots
+from thread_kit import beside
 from v2_kit import attach, chain, prefix, register, storage_config
 
 from tutti_sglang import lookup
@@ -372,15 +374,8 @@ def test_exists_get_and_set_at_once(pair: Pair) -> None:
         while not stop.is_set() and not problems:
             call(dice)
 
-    threads = [
-        threading.Thread(target=repeat, args=(call, seed))
-        for seed, call in enumerate((save, look, load))
-    ]
-    for thread in threads:
-        thread.start()
-    stop.wait(2.0)
-    stop.set()
-    for thread in threads:
-        thread.join(20)
+    works = [partial(repeat, call, seed) for seed, call in enumerate((save, look, load))]
+    with beside(*works, stop=stop.set):
+        stop.wait(2.0)
     assert problems == [] and storage._failures == 0
     assert storage.store.stats().counters["loaded_pages"] > 0

@@ -16,6 +16,7 @@ import tutti_core
 ROOT = Path(__file__).parents[2]
 
 RUNGS = {
+    "arguments": 0,
     "errors": 0,
     "config": 0,
     "hashing": 1,

@@ -1,15 +1,16 @@
 """index/catalog.py: records, slots and segments change together, and damage reads as absence."""
 
+import contextlib
 import subprocess
 import sys
-import threading
 from pathlib import Path
 
 import lmdb
 import numpy as np
 import pytest
+from thread_kit import together
 
-from tutti_core import ConfigError, CorruptionError, StoreClosedError, StoreFullError
+from tutti_core import ConfigError, CorruptionError, StoreClosedError, StoreFullError, hashing
 from tutti_core.format import SegmentEntry, Superblock
 from tutti_core.index.catalog import Catalog, NewPages, slot_of, slots_of_records
 
@@ -193,11 +194,38 @@ def test_a_segment_entry_that_is_damaged_is_not_believed(catalog) -> None:
 
 
 def test_a_namespace_digest_means_one_thing(catalog) -> None:
-    catalog.register_namespace(NAMESPACE, b"{1}")
-    catalog.register_namespace(NAMESPACE, b"{1}")
-    with pytest.raises(CorruptionError, match=NAMESPACE.hex()):
-        catalog.register_namespace(NAMESPACE, b"{2}")
-    assert catalog.namespaces() == {NAMESPACE: b"{1}"}
+    digest = hashing.digest(b"{1}")
+    catalog.register_namespace(digest, b"{1}")
+    catalog.register_namespace(digest, b"{1}")
+    with pytest.raises(CorruptionError, match=digest.hex()):
+        catalog.register_namespace(digest, b"{2}")
+    assert catalog.namespaces() == {digest: b"{1}"}
+
+
+def test_a_damaged_description_is_left_out_and_put_right(catalog) -> None:
+    digest = hashing.digest(b"{1}")
+    catalog.register_namespace(digest, b"{x}")
+    assert catalog.namespaces() == {}
+    catalog.register_namespace(digest, b"{1}")
+    assert catalog.namespaces() == {digest: b"{1}"}
+
+
+def test_a_record_whose_slot_is_not_its_own_can_be_saved_anew(catalog) -> None:
+    catalog.publish([new_pages(1, slot=5)])
+    with catalog._begin(write=True) as (txn, db):
+        txn.delete((5).to_bytes(8, "big"), db=db.slots)
+    (published,) = catalog.publish([new_pages(1, slot=9)])
+    assert published.taken.all() and catalog.slots_of(0) == {9: record_key(1)}
+
+
+@pytest.mark.parametrize("raw", [b"\xff" * 8, b"\x40" + bytes(7), bytes(7), b""])
+def test_an_impossible_sequence_is_refused(catalog, raw: bytes) -> None:
+    with catalog._begin(write=True) as (txn, db):
+        txn.put(b"sequence", raw, db=db.meta)
+    for call in (catalog.sequence, lambda: catalog.publish([new_pages(1)])):
+        with pytest.raises(CorruptionError, match="--repair"):
+            call()
+    assert catalog.record_count() == 0
 
 
 def test_the_superblock_is_kept(catalog) -> None:
@@ -227,27 +255,13 @@ def test_closing_waits_for_the_readers_of_other_threads(store_dir: Path) -> None
     catalog = Catalog(store_dir, 4 * MIB, False)
     catalog.publish([new_pages(*range(500))])
     keys = b"".join(map(record_key, range(500)))
-    wrong: list[BaseException] = []
-    started = threading.Barrier(5)
 
     def read() -> None:
-        started.wait()
-        try:
+        with contextlib.suppress(StoreClosedError):
             while True:
                 assert catalog.lookup(keys)[0].all()
-        except StoreClosedError:
-            pass
-        except BaseException as error:
-            wrong.append(error)
 
-    threads = [threading.Thread(target=read) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    started.wait()
-    catalog.close()
-    for thread in threads:
-        thread.join(30)
-    assert not wrong
+    together(*[read] * 4, catalog.close)
 
 
 def test_a_file_that_is_no_catalog_is_refused(store_dir: Path) -> None:
@@ -288,5 +302,5 @@ time.sleep(600)
             catalog.remove([(record_key(i), i, generation)])
         except StoreFullError as error:
             refused.append(error)
-    assert len(refused) == 1 and refused[0].retryable
+    assert not refused  # it was full once, and a look for dead readers made room
     catalog.close()

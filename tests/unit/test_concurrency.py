@@ -24,33 +24,12 @@ from store_kit import (
     settle,
     small_config,
 )
+from thread_kit import beside, together
 
 from tutti_core import PageKeys, PrefixStore, StoreClosedError
 from tutti_core.testing import Fault, FaultPlan, FaultyDevices, explain, page_bytes
 
 ROOT = Path(__file__).parents[2]
-
-
-def together(*works: Callable[[], None]) -> None:
-    """Run all at once and pass on the first error."""
-    errors: list[BaseException] = []
-    start = threading.Barrier(len(works))
-
-    def guarded(work: Callable[[], None]) -> None:
-        try:
-            start.wait(30)
-            work()
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=guarded, args=(w,)) for w in works]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(120)
-        assert not thread.is_alive(), "a thread hangs"
-    if errors:
-        raise errors[0]
 
 
 def check_whole(key: bytes, data: bytes) -> None:
@@ -91,11 +70,13 @@ def test_threads_on_the_same_keys_never_see_a_mixture(store_dir: Path, rng, tran
         over = threading.Event()
 
         def save_and_clear() -> None:
-            for i in range(12):
-                save_some(pages, random.Random(seeds[0] + i), 12)
-                pages.clear()
-                save_some(pages, random.Random(seeds[1] + i), 6)
-            over.set()
+            try:
+                for i in range(12):
+                    save_some(pages, random.Random(seeds[0] + i), 12)
+                    pages.clear()
+                    save_some(pages, random.Random(seeds[1] + i), 6)
+            finally:
+                over.set()
 
         together(
             save_and_clear,
@@ -231,11 +212,13 @@ class TestOneProcess:
             over = threading.Event()
 
             def save_and_clear() -> None:
-                for i in range(8):
-                    save_some(a, random.Random(seeds[0] + i), 12)
-                    b.clear()
-                    save_some(b, random.Random(seeds[1] + i), 6)
-                over.set()
+                try:
+                    for i in range(8):
+                        save_some(a, random.Random(seeds[0] + i), 12)
+                        b.clear()
+                        save_some(b, random.Random(seeds[1] + i), 6)
+                finally:
+                    over.set()
 
             together(
                 save_and_clear,
@@ -360,9 +343,7 @@ class TestFork:
                     pages.save(run(i % 9, 6))
                     i += 1
 
-            saving = threading.Thread(target=save)
-            saving.start()
-            try:
+            with beside(save, stop=over.set):
                 for _ in range(12):
                     child = os.fork()
                     if child == 0:
@@ -372,9 +353,6 @@ class TestFork:
                             good = mine.match(run(1, 6)) <= 6 and len(mine.load(run(1, 6))) == 6
                         os._exit(0 if good else 1)
                     assert os.waitpid(child, 0)[1] == 0
-            finally:
-                over.set()
-                saving.join(30)
             settle(store)
             assert all(pages.save(run("after", 6))) and all(pages.load(run("after", 6)))
 

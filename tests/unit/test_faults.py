@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import itertools
 import random
-import threading
 from collections.abc import Callable
-from errno import EIO, ENOSPC
+from errno import EFAULT, EIO, ENOSPC
+from functools import partial
 from typing import get_args
 
 import numpy as np
 import pytest
 import xxhash
+from thread_kit import beside, together
 
 from tutti_core.errors import BusyError, StoreClosedError
 from tutti_core.io.transport import BLOCK_BYTES, BatchResult, Op, Transport
@@ -27,7 +28,7 @@ from tutti_core.testing import (
     make_batch,
     page_bytes,
 )
-from tutti_core.testing.faults import SCRIBBLE, FaultKind, FaultOp
+from tutti_core.testing.faults import LATER_OPERATIONS_MAX, SCRIBBLE, FaultKind, FaultOp
 from tutti_core.testing.media import SECTOR_BYTES, VERSIONS_MAX
 
 WAIT_S = 60.0
@@ -169,6 +170,76 @@ def test_stale_read() -> None:
     assert [it.read(0)[1][0] for _ in range(3)] == [3, 2, 3]
 
 
+def test_short_write() -> None:
+    it = bench(Fault("short", "write", index=1, keep_bytes=1_000))
+    it.write(2, fill(1))
+    assert it.write(2, fill(2)) == 0
+    assert it.read(2) == (0, fill(2, 1_000) + fill(1, BLOCK_BYTES - 1_000))
+
+
+def test_short_read_leaves_the_rest_of_memory_as_it_was() -> None:
+    it = bench(Fault("short", "read", keep_bytes=1_000))
+    it.write(2, fill(1))
+    ticket, item = it.submit(Op.READ, 2, fill(9))
+    assert it.finish(ticket).status.tolist() == [0]
+    assert it.arena.get(item.fragments) == fill(1, 1_000) + fill(9, BLOCK_BYTES - 1_000)
+    assert it.read(2) == (0, fill(1))
+
+
+@pytest.mark.parametrize("kind", ["short", "torn"])
+def test_a_part_of_a_transfer_is_never_all_of_it(kind: FaultKind) -> None:
+    for seed in range(50):
+        it = bench(Fault(kind, "write"), seed=seed)
+        it.write(0, fill(1))
+        assert it.read(0)[1] != fill(1)
+
+
+def test_a_duplicated_write_lands_at_once_and_again_later() -> None:
+    last = set()
+    for seed in range(20):
+        it = bench(Fault("duplicated", "write"), seed=seed)
+        assert it.write(0, fill(1)) == 0
+        assert it.read(0) == (0, fill(1))
+        it.write(0, fill(2))
+        found = [it.read(0)[1][0] for _ in range(LATER_OPERATIONS_MAX)]
+        assert found == sorted(found, reverse=True)
+        last.add(found[-1])
+    assert last == {1, 2}  # over the later write, and before it
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_reordered_write_lands_after_later_operations(seed: int) -> None:
+    it = bench(Fault("reordered", "write", index=1), seed=seed)
+    it.write(0, fill(1))
+    assert it.write(0, fill(2)) == 0
+    found = [it.read(0)[1][0] for _ in range(LATER_OPERATIONS_MAX + 1)]
+    assert found == sorted(found)
+    assert found[-1] == 2
+
+
+def test_writes_that_were_put_off_land_in_close_and_by_chance_in_a_crash() -> None:
+    left = set()
+    for seed in range(20):
+        it = bench(Fault("reordered", "write"), seed=seed)
+        it.write(0, fill(1))
+        if seed % 2:
+            it.devices.close()
+        else:
+            it.devices.kill()
+        left.add((seed % 2, Bench(it.devices.reopen()).read(0)[1][0]))
+    assert left == {(1, 1), (0, 0), (0, 1)}
+
+
+@pytest.mark.parametrize("op", [Op.READ, Op.WRITE])
+def test_memory_at_address_0_fails_alone_and_is_no_operation(op: Op) -> None:
+    it = bench()
+    items = [Item(0, block * BLOCK_BYTES, it.arena.carve([BLOCK_BYTES])) for block in range(2)]
+    batch = make_batch(op, it.arena, items)
+    batch.address[0] = 0
+    assert it.finish(it.devices.submit(batch)).status.tolist() == [-EFAULT, 0]
+    assert it.devices.operations == 1
+
+
 def test_flip_of_a_write_stays() -> None:
     it = bench(Fault("flip", "write"))
     assert it.write(0, fill(0xFF)) == 0
@@ -219,10 +290,8 @@ def test_release_wakes_a_waiting_thread() -> None:
     it.devices.hold()
     ticket, _ = it.submit(Op.WRITE, 0, fill(1))
     results: list[BatchResult | None] = []
-    waiter = threading.Thread(target=lambda: results.append(it.devices.wait(ticket, WAIT_S)))
-    waiter.start()
-    it.devices.release()
-    waiter.join()
+    with beside(lambda: results.append(it.devices.wait(ticket, WAIT_S))):
+        it.devices.release()
     assert results[0] is not None
     assert results[0].status.tolist() == [0]
 
@@ -467,11 +536,7 @@ def test_threads_agree_with_the_count() -> None:
                 errors.append(f"block {block} turn {turn}")
             it.devices.flush(turn % 2)
 
-    threads = [threading.Thread(target=work, args=(block,)) for block in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    together(*(partial(work, block) for block in range(4)))
     assert errors == []
     assert it.devices.operations == 4 * 50 * 3
 

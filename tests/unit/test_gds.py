@@ -75,10 +75,12 @@ def stall(transport: Transport) -> Iterator[None]:
     """Occupy every worker of the transport and of the one for host memory."""
     assert isinstance(transport, Shifted) and isinstance(transport.inner._host, PosixTransport)
     gate = threading.Event()
-    for inner in (transport.inner, transport.inner._host):
-        for _ in range(inner._workers):
-            inner._pool.submit(gate.wait)
     try:
+        for _ in range(transport.inner._workers):
+            transport.inner._pool.submit(gate.wait)
+        for queue in transport.inner._host._queues:
+            for _ in range(transport.inner._host._workers):
+                queue.put(gate.wait)
         yield
     finally:
         gate.set()
@@ -237,7 +239,7 @@ def test_address_zero_fails_its_item(bench: Bench) -> None:
 
 def test_the_number_of_calls_in_flight_is_bounded(kvikio: StandInKvikio, tmp_path: Path) -> None:
     transport = open_gds(kvikio, tmp_path, options=TransportOptions(queue_depth=3))
-    assert transport.capabilities().queue_depth == transport._pool._max_workers == 3
+    assert transport.capabilities().queue_depth == transport._pool._count == 3
     transport.close()
 
 

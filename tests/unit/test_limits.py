@@ -21,6 +21,7 @@ from store_kit import (
     loose,
     open_faulty,
     open_small,
+    poll,
     run,
     settle,
 )
@@ -110,7 +111,7 @@ def test_shares_are_parts_of_one(store) -> None:
     with pytest.raises(ConfigError):
         other.pages.limit(share=0.41)
     for i in range(10):
-        client(store, model=i).pages.limit(share=0.0)
+        client(store, model=str(i)).pages.limit(share=0.0)
     one.pages.limit()
     other.pages.limit(share=1)
 
@@ -351,8 +352,7 @@ class TestTtl:
         scan, opened = Catalog.scan_records, []
 
         def late(self: Catalog, chunk: int):
-            while not opened:
-                time.sleep(0.001)
+            poll(lambda: bool(opened), "the test lets the index be restored", 60.0)
             return scan(self, chunk)
 
         monkeypatch.setattr(Catalog, "scan_records", late)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from store_kit import PAGE, client, finish, memory_devices, poll, run
+from store_kit import PAGE, client, finish, memory_devices, open_small, poll, run
 from tier_kit import (
     DRAM,
     check_tiers,
@@ -25,7 +25,7 @@ from tutti_core import PrefixStore
 from tutti_core.testing import FOREVER, Fault
 from tutti_core.tiers import mover
 from tutti_core.tiers import mover as mover_module
-from tutti_core.tiers.mover import LoadGate
+from tutti_core.tiers.mover import LoadGate, Mover
 from tutti_core.tiers.shelf import MOVE_PAGES_MAX
 
 PAGES = DRAM // PAGE
@@ -249,3 +249,24 @@ def test_stopping_abandons_what_waits(store_dir: Path) -> None:
         assert write is not None
         store._mover.write(tier, write)  # answered at once
         assert not tier._writes and not tier._moving and tier.unsaved_count == 4
+
+
+def test_no_promotion_follows_the_last_flush(
+    store_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would take pages off the drives that nothing writes back any more."""
+    keys, original = run("a", 6), Mover._flush_all
+
+    def flush_and_promote(mover: Mover) -> None:
+        original(mover)
+        while mover._promotions:
+            mover._promote_batch()
+
+    with open_small(store_dir) as store:
+        assert all(client(store).save(keys))
+    monkeypatch.setattr(Mover, "_flush_all", flush_and_promote)
+    with open_small(store_dir, dram=64 << 10, dram_mode="exclusive") as store:
+        store._loader._gate.begin()  # promotions wait for loads to end
+        assert all(client(store).load(keys))
+    with open_small(store_dir) as store:
+        assert all(client(store).load(keys))

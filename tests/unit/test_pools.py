@@ -129,7 +129,7 @@ def test_a_pool_that_is_a_directory_or_a_link_is_refused(store_dir: Path) -> Non
     (store_dir / "pool.tutti").rmdir()
     (store_dir.parent / "other").write_bytes(b"x" * 8192)
     (store_dir / "pool.tutti").symlink_to(store_dir.parent / "other")
-    refused(ConfigError, store_dir.parent, r"cannot be read", path=store_dir)
+    refused(ConfigError, store_dir.parent, r"symbolic link", path=store_dir)
 
 
 @pytest.mark.parametrize("below", ["", "deep", "deep/deeper"])
@@ -153,8 +153,8 @@ def test_a_pool_place_that_cannot_be_used_is_refused(tmp_path: Path) -> None:
 
 def test_one_pool_named_twice_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
-    (tmp_path / "b").symlink_to(tmp_path / "a")
-    for places in ([tmp_path / "a"] * 2, [tmp_path / "a", tmp_path / "b"]):
+    (tmp_path / "b").symlink_to(tmp_path)
+    for places in ([tmp_path / "a"] * 2, [tmp_path / "a", tmp_path / "b" / "a"]):
         refused(ConfigError, tmp_path, "twice", path=tmp_path / "s", pools=places)
 
 
@@ -283,14 +283,19 @@ class TestCreationFails:
             assert all(client(store).save(run("made", 8)))
         assert not (store_dir / "pool.tutti.new").exists()
 
-    def test_a_store_that_was_killed_before_its_catalog_was_claimed_works(self, made: Path) -> None:
+    def test_a_store_that_was_killed_before_its_catalog_was_claimed_works(
+        self, store_dir: Path
+    ) -> None:
         from tutti_core.index.catalog import Catalog
 
-        catalog = Catalog(made / "catalog", 2 * MIB, False)
+        open_small(store_dir).close()
+        catalog = Catalog(store_dir / "catalog", 2 * MIB, False)
         with catalog._begin(write=True) as (txn, db):
             txn.delete(b"superblock", db=db.meta)
+            for table in (db.records, db.slots):  # with pages it is damaged
+                txn.drop(table, delete=False)
         catalog.close()
-        open_small(made).close()
+        open_small(store_dir).close()
 
 
 class TestDiscard:
@@ -298,6 +303,23 @@ class TestDiscard:
         discard_store(small_config(made))
         with open_small(made) as store:
             assert client(store).match(run("made", 8)) == 0
+
+    def test_a_pool_of_another_store_is_left_alone(self, made: Path, tmp_path: Path) -> None:
+        others = tmp_path / "others"
+        open_small(tmp_path / "s", pools=[others]).close()
+        before = snapshot(tmp_path)
+        with pytest.raises(ConfigError, match=r"another store.*left alone"):
+            discard_store(small_config(made, pools=[others]))
+        after = snapshot(tmp_path)
+        for name in [n for n in after if n.endswith("lock.mdb")]:
+            before.pop(name), after.pop(name)
+        assert after == before
+
+    def test_a_damaged_store_is_discarded(self, made: Path) -> None:
+        patch(made / "pool.tutti", 100, b"x")
+        patch(made / "catalog" / "data.mdb", 0, bytes(8192))
+        discard_store(small_config(made))
+        open_small(made).close()
 
     def test_an_open_store_is_not_discarded(self, made: Path) -> None:
         with open_small(made) as store:

@@ -8,6 +8,8 @@ import logging
 import mmap
 import os
 import random
+import shutil
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -404,10 +406,58 @@ def test_a_failing_worker_fails_its_items(
     assert transport.stats().failed_items == 40
 
 
-def test_submit_while_the_interpreter_exits(transport: PosixTransport) -> None:
-    """The pool refuses work then; the batch ends, it does not hang."""
-    transport._pool.shutdown()
-    assert run(transport, one(arena(), Op.READ, 0, 1)[1]).status.tolist() == [-errno.EIO]
+def test_threads_that_the_system_refuses_are_noticed_at_opening(
+    path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not in a batch, which would end while one of its chunks is still queued."""
+    start, started = threading.Thread.start, []
+
+    def refuse_the_third(thread: threading.Thread) -> None:
+        if len(started) == 2:
+            raise RuntimeError("can't start new thread")
+        started.append(thread)
+        start(thread)
+
+    before = os.listdir("/proc/self/fd")
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse_the_third)
+        with pytest.raises(DeviceError, match="ulimit -u"):
+            PosixTransport([Device(path, CAPACITY)])
+    for thread in started:
+        thread.join(20)
+        assert not thread.is_alive()
+    assert os.listdir("/proc/self/fd") == before
+
+
+def test_a_device_that_stalls_leaves_the_others_their_workers(
+    path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = tmp_path / "other"
+    other.write_bytes(bytes(CAPACITY))
+    transport = PosixTransport([Device(path, CAPACITY), Device(str(other), CAPACITY)])
+    gate, move = threading.Event(), PosixTransport._move
+
+    def stall(self: PosixTransport, op: Op, device: int, *rest: Any) -> int:
+        return (
+            gate.wait(20) and move(self, op, device, *rest) if device else move(self, op, 0, *rest)
+        )
+
+    monkeypatch.setattr(PosixTransport, "_move", stall)
+    memory = arena()
+    items = [Item(1, 0, memory.carve([1])) for _ in range(100)]
+    late = transport.submit(make_batch(Op.READ, memory, items))
+    both = transport.submit(
+        make_batch(Op.READ, memory, [Item(i % 2, 0, memory.carve([1])) for i in range(8)])
+    )
+    assert run(transport, one(memory, Op.READ, 0, 1)[1]).status.tolist() == [0]
+    assert transport.wait(late, 0.0) is None and transport.wait(both, 0.0) is None
+    assert transport.stats().device_items == [5, 0]
+    gate.set()
+    for ticket in (late, both):
+        result = transport.wait(ticket, 20)
+        assert result is not None and not result.status.any()
+    assert transport.stats().device_items == [5, 104]
+    transport.close()
 
 
 def test_any_timeout_is_accepted(transport: PosixTransport) -> None:
@@ -438,10 +488,10 @@ def test_regions(transport: PosixTransport) -> None:
         transport.register(4096, 0)
 
 
-def test_failed_flush_is_latched(
+def test_a_flush_that_failed_can_be_tried_again(
     transport: PosixTransport, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Linux forgets a failed write-back once it was reported; this transport does not."""
+    """What was written before it is not durable, whatever comes: that is the caller's to know."""
 
     def fail(_: int) -> None:
         raise OSError(errno.EIO, "Input/output error")
@@ -450,7 +500,33 @@ def test_failed_flush_is_latched(
     with monkeypatch.context() as patch:
         patch.setattr(os, "fdatasync", fail)
         assert transport.flush(0) == -errno.EIO
-    assert transport.flush(0) == -errno.EIO
+    assert transport.flush(0) == 0
+
+
+@pytest.mark.parametrize("direct", [False, True])
+def test_a_device_is_opened_anew_where_the_same_file_is_there(path: str, direct: bool) -> None:
+    """Fault: a descriptor that went bad stays bad although the device is back."""
+    transport = PosixTransport([Device(path, CAPACITY)], direct=direct)
+    memory = arena()
+    item, batch = one(memory, Op.WRITE, 0, 5)
+    memory.put(item.fragments, b"first")
+    assert run(transport, batch).status.tolist() == [0]
+    count = len(os.listdir("/proc/self/fd"))
+    shutil.copy(path, f"{path}.new")
+    os.replace(f"{path}.new", path)
+    assert transport.reopen_device(0, lambda block: block[:5] == b"other") == -errno.ESTALE
+    memory.put(item.fragments, b"old!!")
+    assert run(transport, batch).status.tolist() == [0]
+    assert Path(path).read_bytes()[:5] == b"first", "the file was changed without being accepted"
+    assert transport.reopen_device(0, lambda block: block[:5] == b"first") == 0
+    memory.put(item.fragments, b"again")
+    assert run(transport, batch).status.tolist() == [0] and transport.flush(0) == 0
+    assert Path(path).read_bytes()[:5] == b"again"
+    os.unlink(path)
+    assert transport.reopen_device(0, lambda block: True) == -errno.ENOENT
+    assert run(transport, batch).status.tolist() == [0]
+    assert len(os.listdir("/proc/self/fd")) == count
+    transport.close()
 
 
 def test_flush_fails_for_its_own_device_only(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import struct
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,9 +14,9 @@ from store_kit import finish
 from test_verify import PAGES, SIZES, databases, describe_pool_bytes, edit_record, first, make_store
 from typer.testing import CliRunner
 
-from tutti_core import BusyError, ConfigError, PrefixStore
+from tutti_core import BusyError, ConfigError, CorruptionError, PrefixStore
 from tutti_core.cli import app
-from tutti_core.format import DATA_OFFSET_BYTES, SegmentEntry
+from tutti_core.format import DATA_OFFSET_BYTES, RECORD, SegmentEntry, seal_records
 from tutti_core.repair import repair_store
 from tutti_core.tiers.lease import take_lease
 from tutti_core.verify import verify_store
@@ -105,6 +107,52 @@ def rename_namespace(store: Path) -> None:
         txn.put(key, description.replace(b'"model":"m', b'"model":"M'), db=db("namespaces"))
 
 
+def leaked_slots(store: Path) -> None:
+    """Slots that are in use and hold nothing."""
+    with databases(store) as (txn, db):
+        for slot in range(40, 44):
+            txn.put(bytes(7) + bytes([slot]), bytes([slot]) * 16, db=db("slots"))
+
+
+def two_records_on_one_slot(store: Path) -> None:
+    """Of two pages, the one that the slot entry names keeps the slot."""
+    with databases(store) as (txn, db):
+        namespace = first(txn, db("namespaces"))[0]
+        with txn.cursor(db=db("records")) as cursor:
+            records = [(bytes(k), bytes(v)) for k, v in cursor if v[32:48] == namespace]
+        (key, raw), (_, other) = records[:2]
+        record = np.frombuffer(raw, dtype=RECORD).copy()
+        record["slot"] = np.frombuffer(other, dtype=RECORD)[0]["slot"]
+        seal_records(record)
+        txn.put(key, record.tobytes(), db=db("records"))
+
+
+def beyond_the_pool(store: Path) -> None:
+    edit_record(store, "segment", 63)
+
+
+def orphan_segments(store: Path) -> None:
+    """One that is assigned and empty is as good as any; one behind the pools is not."""
+    with databases(store) as (txn, db):
+        for number in (20, 1000):
+            key = number.to_bytes(4, "big")
+            txn.put(key, SegmentEntry(3, 1).encode(), db=db("segments"))
+
+
+def damaged_tree(store: Path) -> None:
+    """The root of LMDB's main tree is zeroed, so that no table is found."""
+    file = store / "catalog" / "data.mdb"
+    raw = bytearray(file.read_bytes())
+    (root,) = struct.unpack_from("<Q", raw, 4096 * newer_meta(raw) + 16 + 24 + 48 + 40)
+    raw[root * 4096 : root * 4096 + 4096] = bytes(4096)
+    file.write_bytes(raw)
+
+
+def newer_meta(raw: bytes) -> int:
+    at = 16 + 24 + 2 * 48 + 8
+    return int(struct.unpack_from("<Q", raw, 4096 + at) > struct.unpack_from("<Q", raw, at))
+
+
 def wrong(field: str, value: int) -> Callable[[Path], None]:
     return lambda store: edit_record(store, field, value)
 
@@ -125,11 +173,16 @@ def truncate(store: Path) -> None:
         (drop_first("segments"), PAGES, PAGES),
         (drop_first("namespaces"), PAGES, PAGES),
         (stray_slot, 0, 0),
+        (leaked_slots, 0, 0),
+        (two_records_on_one_slot, 1, 1),
+        (beyond_the_pool, 1, 1),
+        (orphan_segments, 0, 0),
         (garble_segment, PAGES, PAGES),
         (recut_segment, PAGES, PAGES),
         (rename_namespace, PAGES, PAGES),
         (wrong("length_bytes", 5000), 1, 1),
-        (wrong("generation", 1 << 40), 1, 1),
+        (wrong("generation", 1 << 40), 0, 0),  # the sequence is put right
+        (wrong("generation", 1 << 62), 1, 1),
         (wrong("segment", 1 << 30), 1, 1),
         (wrong("slot", 1 << 30), 1, 1),
         (wrong("checksum", 1), 1, 1),
@@ -172,6 +225,26 @@ def test_many_kinds_at_once_in_small_steps(store: Path, monkeypatch: pytest.Monk
     assert sound_pages(store) == 2 * PAGES - repair.pages_lost
 
 
+def test_a_catalog_that_lmdb_cannot_use_is_made_anew(store: Path) -> None:
+    damaged_tree(store)
+    with pytest.raises(CorruptionError, match=r"main, is damaged.*--repair"):
+        verify_store(store)
+    repair = repair_store(store)
+    assert repair.rebuilt and repair.report.damage.keys() == {"tree"}
+    assert (repair.pages_lost, repair.pages_kept) == (0, 2 * PAGES)
+    assert sound_pages(store) == 2 * PAGES and verify_store(store).clean
+
+
+def test_what_was_lost_is_told_by_namespace(store: Path) -> None:
+    drop_first("segments")(store)
+    flip_record(store)
+    repair = repair_store(store)
+    assert sum(loss.pages for loss in repair.lost.values()) == repair.pages_lost
+    assert sum(loss.payload_bytes for loss in repair.lost.values()) == repair.bytes_lost
+    assert {loss.model for loss in repair.lost.values()} <= {"?", "m4096", "m10000"}
+    assert repair.lost[""].pages == 1 and repair.pages_kept == 2 * PAGES - repair.pages_lost
+
+
 def test_a_store_in_use_is_refused_untouched(store: Path) -> None:
     flip_record(store)
     lease = take_lease(store / "leases")
@@ -196,4 +269,15 @@ def test_the_command(store: Path) -> None:
     assert refused.exit_code != 0
     done = CliRunner().invoke(app, ["verify", str(store), "--repair"])
     assert done.exit_code == 0 and "pages lost" in done.output and "23 pages" in done.output
+    assert "of m4096" in done.output
     assert CliRunner().invoke(app, ["verify", str(store)]).exit_code == 0
+
+
+def test_the_command_on_a_catalog_that_is_made_anew(store: Path, tmp_path: Path) -> None:
+    damaged_tree(store)
+    done = CliRunner().invoke(
+        app, ["verify", str(store), "--repair", "--json", str(tmp_path / "out.json")]
+    )
+    assert done.exit_code == 0 and "catalog made anew" in done.output
+    result = json.loads((tmp_path / "out.json").read_text())
+    assert result["rebuilt"] and not result["clean"] and result["pages_kept"] == 2 * PAGES

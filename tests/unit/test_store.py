@@ -168,7 +168,7 @@ class TestTokens:
     def test_a_first_page_beyond_the_chain_is_refused(self, pages, first: int) -> None:
         keys = run("a", 2)
         for call in (pages.match, pages.contains):
-            with pytest.raises(ValueError, match=f"first = {first} of 2 pages"):
+            with pytest.raises(ValueError, match=f"first = {first} (of 2 pages|is not a count)"):
                 call(keys, first)
         with pytest.raises(ValueError, match=f"first = {first}"):
             pages.save(keys, bytes(PAGE), first)

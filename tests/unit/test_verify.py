@@ -174,7 +174,8 @@ def edit_record(store: Path, field: str, value: int) -> None:
     [
         ("length_bytes", 4095, {"length", "payload"}),
         ("length_bytes", 5000, {"length"}),
-        ("generation", 1 << 40, {"generation"}),
+        ("generation", 1 << 40, {"sequence"}),
+        ("generation", 1 << 62, {"generation"}),
         ("segment", 1 << 30, {"segment", "slot", "slot_entry"}),
         ("slot", 1 << 30, {"segment", "slot", "slot_entry"}),
         ("checksum", 1, {"payload"}),

@@ -20,6 +20,7 @@ from tutti_core.console import (
 )
 from tutti_core.errors import ConfigError
 from tutti_core.layers import PARTS_AHEAD_MAX
+from tutti_core.trials import TRIALS
 
 bench = typer.Typer(help="Measure this machine.", no_args_is_help=True)
 
@@ -226,6 +227,49 @@ def bench_overlap(
         console.print(rows_table("targets", ("name", "value", "target", "met"), result["targets"]))
 
     show_result({"command": "bench overlap", **result}, json_file, show)
+
+
+@bench.command("safety")
+def bench_safety(
+    folder: Annotated[
+        Path, typer.Option("--dir", help="Directory for the stores that are attacked.")
+    ] = Path("."),
+    trials: Annotated[str, typer.Option(help="Kinds of attack, with commas.")] = ",".join(TRIALS),
+    seconds: Annotated[
+        float, typer.Option(min=0, help="Length of each trial; 0: the fixed quick part.")
+    ] = 0.0,
+    seed: Annotated[int, typer.Option(help="Repeats a run.")] = 0,
+    index_pages: Annotated[
+        int, typer.Option(min=0, help="Pages of the store that recovers; 0: leave it out.")
+    ] = 1_000_000,
+    rounds: Annotated[
+        int, typer.Option(min=0, help="Rounds of what is timed; 0: time nothing.")
+    ] = 5,
+    json_file: JsonFile = None,
+) -> None:
+    """Try to break a store: crashes, kills, faults, damage, bad input; then time its recovery.
+
+    Exit status 1: something broke.
+    """
+    from tutti_core.bench.safety import SafetyPlan, run_safety
+
+    check_json(json_file)
+    names = tuple(name.strip() for name in trials.split(",") if name.strip())
+    with spinner("starting") as say:
+        plan = SafetyPlan(folder, names, seconds, seed, index_pages, rounds)
+        result = run_safety(plan, say)
+
+    def show(console: Console) -> None:
+        tried = ("trial", "seconds", "crash_points", "kills", "fault_count", "bad_input_count")
+        wrong = ("pages_compared", "wrong_bytes", "durable_pages_lost", "complaints")
+        console.print(rows_table("trials", (*tried, *wrong), result["rows"]))
+        for line in result["complaint_lines"]:
+            console.print(line, markup=False)
+        console.print(rows_table("targets", ("name", "value", "target", "met"), result["targets"]))
+
+    show_result({"command": "bench safety", **result}, json_file, show)
+    if result["wrong_bytes"] or result["durable_pages_lost"] or result["complaints"]:
+        raise typer.Exit(1)
 
 
 def _numbers(name: str, text: str, kind: Callable[[str], Any]) -> tuple[Any, ...]:

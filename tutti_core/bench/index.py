@@ -309,9 +309,9 @@ def _measure_reopen(plan: IndexPlan, work: Path, progress: Progress) -> dict[str
         progress(f"round {turn + 1} of {plan.rounds}: reopening")
         kept = max(kept, drop_cached([data]))
         for name in ("cold", "warm"):
-            rounds[name].append(_reopened(folder))
+            rounds[name].append(reopened(folder))
     progress("reopening and restoring the index")
-    restored = _reopened(folder, "restore")
+    restored = reopened(folder, "restore")
     median = {
         name: statistics.median(r["first_answer_s"] for r in part) for name, part in rounds.items()
     }
@@ -330,7 +330,12 @@ def _measure_reopen(plan: IndexPlan, work: Path, progress: Progress) -> dict[str
     }
 
 
-def _reopened(folder: Path, *options: str) -> dict[str, Any]:
+def reopened(folder: Path, *options: str) -> dict[str, Any]:
+    """Open the store of `fill_store` in a fresh process; with "restore", wait for its index.
+
+    Raises
+        BenchError: the process failed, or answered wrongly.
+    """
     result = _child("reopen", folder, *options)
     for name in ("pages", "pages_restored"):
         if result.get(name, result["expected"]) != result["expected"]:

@@ -1,7 +1,8 @@
 """The persistent side of the index: page records, slots and segments in one LMDB environment.
 
 Databases (docs/format.md has the bytes)
-    meta        superblock, sequence (last generation given out)
+    meta        superblock, sequence (last generation given out), clears (how many there were),
+                and for each namespace that was cleared the generation up to which its pages went
     namespaces  digest -> canonical description
     records     record key -> record
     slots       segment, slot -> record key; one record a slot, enforced inside the transaction
@@ -12,25 +13,37 @@ gone. Readers never block and are never blocked. Write transactions belong to on
 its saver; LMDB serialises them between processes.
 
 LMDB allows one environment per directory and process: stores of one process share it, and a forked
-child opens its own.
+child opens its own. Where another process has made the file larger than this one's map, the map is
+made anew between two transactions. The slots of readers that were killed are given back when the
+catalog is opened, and when the lack of them, or of the space that they keep, is felt.
+
+A write waits for those of other processes without a bound: LMDB's lock has none. It ends with its
+process, so only one that was stopped (SIGSTOP) can hold it for long.
 """
 
 from __future__ import annotations
 
+import errno
+import logging
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import lmdb
 import numpy as np
 import numpy.typing as npt
 
+from tutti_core import hashing
 from tutti_core.errors import (
+    DISK_FULL,
     ConfigError,
     CorruptionError,
+    DeviceError,
     StoreClosedError,
     StoreFullError,
     device_error,
@@ -38,23 +51,40 @@ from tutti_core.errors import (
 from tutti_core.format import (
     RECORD,
     RECORD_BYTES,
+    REPAIR_HINT,
     SegmentEntry,
     Superblock,
     record_is_sound,
     seal_records,
     slot_key,
 )
+from tutti_core.index.commits import Commits
 
 U64 = npt.NDArray[np.uint64]
 Records = npt.NDArray[np.void]  # of dtype RECORD
+
+logger = logging.getLogger("tutti")
 
 RECORD_KEY_BYTES = 16
 CATALOG_BYTES_PER_PAGE = 512
 """Bound of what one page costs in the LMDB file, copy-on-write slack included."""
 
+DATABASES = frozenset([b"meta", b"namespaces", b"records", b"slots", b"segments"])
+GENERATION_MAX = 1 << 62
+"""A larger one, of a record or as the last given out, is damage."""
+
+RESIZE_WAIT_S = 30.0
+"""How long a larger map waits for this process's transactions to end."""
+
+_T = TypeVar("_T")
+
+_BEGIN_ATTEMPTS_MAX = 4
 _READERS_MAX = 512
+_FULL_BYTES = 64 << 10
+"""Less free space than this counts as none."""
 _WARM_STEP_BYTES = 4 << 20
 _SEQUENCE = b"sequence"
+_CLEARS = b"clears"
 _SUPERBLOCK = b"superblock"
 
 
@@ -118,44 +148,97 @@ class _Environment:
     """One shared LMDB environment and its databases."""
 
     def __init__(self, path: Path, map_bytes: int, metasync: bool) -> None:
+        self._path, self.map_bytes, self._metasync = path, map_bytes, metasync
+        self.users = 0
+        self.idle = threading.Condition(threading.Lock())  # guards what follows
+        self.active = 0  # transactions that are open now
+        self.forking = False  # no transaction may begin
+        self.resizing = 0  # threads that make the map anew; no transaction may begin
+        self.broken = False  # LMDB refuses everything until the file is opened anew
+        self._open()
+
+    def _open(self) -> None:
         self.env = lmdb.open(
-            str(path),
-            map_size=map_bytes,
+            str(self._path),
+            map_size=self.map_bytes,
             max_dbs=8,
             max_readers=_READERS_MAX,
             mode=0o600,
             # Never sync=False: a power loss could then leave a catalog that cannot be read at all.
-            metasync=metasync,
+            metasync=self._metasync,
             readahead=False,
         )
-        self.env.reader_check()
-        self.meta = self.env.open_db(b"meta")
-        self.namespaces = self.env.open_db(b"namespaces")
-        self.records = self.env.open_db(b"records")
-        self.slots = self.env.open_db(b"slots")
-        self.segments = self.env.open_db(b"segments")
-        self.users = 0
-        self.idle = threading.Condition(threading.Lock())  # guards the two below
-        self.active = 0  # transactions that are open now
-        self.forking = False  # no transaction may begin
+        try:
+            self.env.reader_check()
+            self.meta = self.env.open_db(b"meta")
+            self.namespaces = self.env.open_db(b"namespaces")
+            self.records = self.env.open_db(b"records")
+            self.slots = self.env.open_db(b"slots")
+            self.segments = self.env.open_db(b"segments")
+        except BaseException:
+            self.env.close()  # LMDB lets a process have a file open once
+            raise
+
+    def resize(self, map_bytes: int) -> bool:
+        """Make the map this large (0: as large as the file says); False if transactions go on.
+
+        The caller has none open, and does not count among `active`.
+        """
+        with self.idle:
+            self.resizing += 1
+            try:
+                if not self.idle.wait_for(lambda: not self.active, RESIZE_WAIT_S):
+                    return False
+                self.env.set_mapsize(map_bytes)
+                self.map_bytes = int(self.env.info()["map_size"])
+            finally:
+                self.resizing -= 1
+                self.idle.notify_all()
+        return True
+
+    def mend(self) -> None:
+        """Open the file anew after LMDB gave up on it: the root page could not be written.
+
+        Called with `idle` held. Not while a transaction is open; if it fails, the next one tries.
+        """
+        if self.active == 0:
+            self.env.close()
+            self._open()
+            self.broken = False
+            logger.warning("the catalog in %s was opened anew", self._path)
 
 
 _environments: dict[tuple[int, str], _Environment] = {}  # (process id, real path)
 _environments_lock = threading.Lock()
 
 
+_held: list[_Environment] = []  # by the thread that forks, whose lock each is
+
+FORK_WAIT_S = 30.0
+"""How long a fork waits for transactions that are open, all environments together."""
+
+
 def _before_fork() -> None:
-    """Let no transaction be open at a fork: a child could not close the environment then."""
-    _environments_lock.acquire()
+    """Let no transaction be open at a fork: a child could not close the environment then.
+
+    Goes on after FORK_WAIT_S: one that waits for another process's may take for ever, and the
+    thread that forks may have one open itself (a signal's handler). The child leaves such an
+    environment alone.
+    """
+    _environments_lock.acquire()  # held for bounded work elsewhere
+    deadline_s = time.monotonic() + FORK_WAIT_S
     for shared in _environments.values():
-        shared.idle.acquire()
+        shared.idle.acquire()  # likewise
+        _held.append(shared)
         shared.forking = True
-        while shared.active:
-            shared.idle.wait()
+        left_s = max(deadline_s - time.monotonic(), 0.0)
+        shared.idle.wait_for(lambda shared=shared: not shared.active, left_s)  # type: ignore[misc]
 
 
 def _after_fork() -> None:
-    for shared in _environments.values():
+    """Let everybody go on. Runs after `_before_fork` whatever became of that or of the fork."""
+    while _held:
+        shared = _held.pop()
         shared.forking = False
         shared.idle.notify_all()
         shared.idle.release()
@@ -164,12 +247,15 @@ def _after_fork() -> None:
 
 os.register_at_fork(before=_before_fork, after_in_parent=_after_fork, after_in_child=_after_fork)
 
+_left_alone: list[_Environment] = []
+"""In a child: inherited with a transaction open, so they cannot be closed."""
+
 
 class Catalog:
     """One store's view of the catalog in `path`.
 
     Parameters
-        map_bytes: upper bound of the file.
+        map_bytes: upper bound of the file; that of another process counts where it is larger.
         metasync: whether a commit is on the device when it returns; otherwise a power loss may take
             the last one back.
     Threads    reads from any; writes from one thread at a time.
@@ -177,15 +263,23 @@ class Catalog:
 
     def __init__(self, path: Path, map_bytes: int, metasync: bool) -> None:
         self._key = (os.getpid(), os.path.realpath(path))
-        self.records_max = map_bytes // CATALOG_BYTES_PER_PAGE
+        self.commits = Commits(map_bytes // CATALOG_BYTES_PER_PAGE)
         with _environments_lock:
-            for inherited in [k for k in _environments if k[1] == self._key[1] and k != self._key]:
-                _environments.pop(inherited).env.close()  # the parent's, in a forked child
+            for key in [k for k in _environments if k[1] == self._key[1] and k != self._key]:
+                inherited = _environments.pop(key)  # the parent's, in a forked child
+                if inherited.active:
+                    _left_alone.append(inherited)
+                else:
+                    inherited.env.close()
             shared = _environments.get(self._key)
             if shared is None:
                 try:
                     shared = _Environment(path, map_bytes, metasync)
                 except lmdb.Error as error:
+                    if (code := getattr(error, "code", 0)) > 0:  # the file system's, not LMDB's
+                        raise device_error(
+                            "open", code, device=str(path), hint=str(error)
+                        ) from None
                     raise ConfigError(
                         f"the catalog in {path} cannot be opened: {error}",
                         device=str(path),
@@ -194,6 +288,8 @@ class Catalog:
                 except OSError as error:
                     raise device_error("open", error.errno or 5, device=str(path)) from None
                 _environments[self._key] = shared
+            elif shared.map_bytes < map_bytes:
+                self._enlarge(shared, map_bytes)
             shared.users += 1
         self._shared: _Environment | None = shared
         self._active = 0  # transactions of this view that are open now
@@ -212,29 +308,95 @@ class Catalog:
         if shared is None or self._key[0] != os.getpid():
             raise StoreClosedError("the store is closed")
         with shared.idle:
-            while shared.forking:
+            while shared.forking or shared.resizing:  # whoever sets one takes it back, and tells
                 shared.idle.wait()
             if self._shared is None:
                 raise StoreClosedError("the store is closed")
+            if shared.broken:
+                self._mend(shared)
             shared.active += 1
             self._active += 1
+        refused: str | None = None
+        if write:
+            self.commits.begin()
         try:
-            with shared.env.begin(write=write) as txn:
+            with self._open_transaction(shared, write) as txn:
                 yield txn, shared
+            refused = ""
         except lmdb.MapFullError:
+            refused = ""
             raise StoreFullError(
                 f"the catalog in {self._key[1]} is full",
                 scope="store",
                 retryable=shared.env.reader_check() > 0,
             ) from None
         except lmdb.Error as error:
-            code = max(getattr(error, "code", 0), 0) or 5  # LMDB's own codes are negative
+            code = max(getattr(error, "code", 0), 0) or errno.EIO  # LMDB's own codes are negative
+            if write and code == errno.EIO and self._disk_is_full():
+                code = errno.ENOSPC  # LMDB calls a write that ends early an EIO
+            shared.broken |= isinstance(error, lmdb.PanicError)
+            refused = "" if code in DISK_FULL else f"{os.strerror(code)} ({error})"
             raise device_error("commit", code, device=self._key[1], hint=str(error)) from None
         finally:
+            if write:
+                self.commits.end(refused)
             with shared.idle:
                 shared.active -= 1
                 self._active -= 1
                 shared.idle.notify_all()
+
+    def _disk_is_full(self) -> bool:
+        try:
+            facts = os.statvfs(self._key[1])
+        except OSError:
+            return False
+        return facts.f_bavail * facts.f_frsize < _FULL_BYTES
+
+    def _mend(self, shared: _Environment) -> None:
+        try:
+            shared.mend()
+        except (lmdb.Error, OSError) as error:
+            code = max(getattr(error, "code", 0), 0) or getattr(error, "errno", None) or 5
+            raise device_error("open", code, device=self._key[1], hint=str(error)) from None
+
+    def _open_transaction(self, shared: _Environment, write: bool) -> lmdb.Transaction[bytes]:
+        """Begin, and mend what other processes have done: grown the file, or died as readers."""
+        for _ in range(_BEGIN_ATTEMPTS_MAX - 1):
+            try:
+                return shared.env.begin(write=write)
+            except lmdb.MapResizedError:
+                with shared.idle:
+                    shared.active -= 1  # nothing was opened
+                    shared.idle.notify_all()
+                try:
+                    self._enlarge(shared, 0)
+                finally:
+                    with shared.idle:
+                        shared.active += 1
+            except lmdb.ReadersFullError:
+                if not shared.env.reader_check():
+                    raise
+        return shared.env.begin(write=write)
+
+    def _enlarge(self, shared: _Environment, map_bytes: int) -> None:
+        if not shared.resize(map_bytes):
+            raise device_error(
+                "map",
+                errno.EBUSY,
+                device=self._key[1],
+                hint=f"the catalog has grown, and transactions did not end for {RESIZE_WAIT_S:g} s",
+            )
+
+    def _change(self, work: Callable[[lmdb.Transaction[bytes], _Environment], _T]) -> _T:
+        """`work` in a write transaction; once more where killed readers had kept the file full."""
+        try:
+            with self._begin(write=True) as (txn, db):
+                return work(txn, db)
+        except StoreFullError as error:
+            if not error.retryable:
+                raise
+        with self._begin(write=True) as (txn, db):
+            return work(txn, db)
 
     def close(self) -> None:
         """Let go of the environment; the last user closes it. Idempotent."""
@@ -242,7 +404,7 @@ class Catalog:
         if shared is None or self._key[0] != os.getpid():
             return
         with shared.idle:
-            while self._active:
+            while self._active:  # each ends by itself, and tells
                 shared.idle.wait()
         with _environments_lock:
             shared.users -= 1
@@ -263,14 +425,14 @@ class Catalog:
             txn.put(_SUPERBLOCK, superblock.encode(), db=db.meta)
 
     def register_namespace(self, digest: bytes, description: bytes) -> None:
-        """Remember what `digest` stands for.
+        """Remember what `digest` stands for; a damaged description is put right.
 
         Raises
             CorruptionError: the digest stands for something else already.
         """
         with self._begin() as (txn, db):
             known = txn.get(digest, db=db.namespaces)
-        if known is None:
+        if known is None or (known != description and hashing.digest(known) != digest):
             with self._begin(write=True) as (txn, db):
                 txn.put(digest, description, db=db.namespaces)
         elif known != description:
@@ -280,15 +442,19 @@ class Catalog:
             )
 
     def namespaces(self) -> dict[bytes, bytes]:
-        """All registered namespaces: digest -> canonical description."""
+        """All registered namespaces: digest -> canonical description; damaged ones are left out."""
         with self._begin() as (txn, db), txn.cursor(db=db.namespaces) as cursor:
-            return dict(cursor)
+            return {key: text for key, text in cursor if hashing.digest(text) == key}
 
     # ---- reading ----
     def sequence(self) -> int:
-        """The last generation given out."""
+        """The last generation given out.
+
+        Raises
+            CorruptionError: it cannot be one.
+        """
         with self._begin() as (txn, db):
-            return int.from_bytes(txn.get(_SEQUENCE, b"\0", db=db.meta), "big")
+            return _sequence_of(txn.get(_SEQUENCE, db=db.meta))
 
     def record_count(self) -> int:
         """Pages in the catalog, of all namespaces and owners."""
@@ -296,8 +462,43 @@ class Catalog:
             return int(txn.stat(db.records)["entries"])
 
     def note_full(self) -> None:
-        """The file is full below the bound: keep fewer pages from now on."""
-        self.records_max = min(self.records_max, self.record_count() * 15 // 16)
+        """The file is full below the bound: keep fewer pages for a while."""
+        self.commits.note_full(self.record_count())
+
+    @property
+    def records_max(self) -> int:
+        """How many records there is room for, as far as is known."""
+        if (shared := self._shared) is not None:
+            self.commits.grow(shared.map_bytes // CATALOG_BYTES_PER_PAGE)
+        return self.commits.records_max
+
+    def clears(self) -> int:
+        """How often a namespace was cleared, by any process: changes with each `note_clear`."""
+        with self._begin() as (txn, db):
+            return int.from_bytes(txn.get(_CLEARS, b"", db=db.meta)[:8], "big")
+
+    def cleared(self, namespace: bytes) -> int:
+        """Generation up to which the pages of a namespace were cleared; 0: it never was."""
+        with self._begin() as (txn, db):
+            raw = txn.get(namespace, b"", db=db.meta)
+            generation = int.from_bytes(raw, "big") if len(raw) == 8 else 0
+            if generation > _sequence_of(txn.get(_SEQUENCE, db=db.meta)):
+                return 0  # damage
+        return generation
+
+    def takes_commits(self) -> bool:
+        """Whether the catalog can be written; where it could not be, tries after a pause."""
+        if not self.commits.refused:
+            return True
+        if not self.commits.due:
+            return False
+        try:
+            with self._begin(write=True) as (txn, db):
+                sequence = _sequence_of(txn.get(_SEQUENCE, db=db.meta))
+                txn.put(_SEQUENCE, sequence.to_bytes(8, "big"), db=db.meta)
+        except (StoreFullError, DeviceError):
+            return not self.commits.refused
+        return True
 
     def lookup(self, record_keys: bytes) -> tuple[npt.NDArray[np.bool_], Records]:
         """Read many records at once.
@@ -381,21 +582,24 @@ class Catalog:
     def publish(self, groups: list[NewPages]) -> list[Published]:
         """Make pages visible, all in one transaction.
 
-        A page that has a sound record keeps it (another writer was first), and so does a page that
-        occurs twice.
+        A page that has a sound record, whose slot is its own, keeps it (another writer was first),
+        and so does a page that occurs twice.
 
         Raises
             StoreFullError, DeviceError: see `_begin`; nothing was changed.
             CorruptionError: a slot belongs to a record already; nothing was changed.
         """
-        with self._begin(write=True) as (txn, db):
-            sequence = int.from_bytes(txn.get(_SEQUENCE, b"\0", db=db.meta), "big")
+
+        def publish(txn: lmdb.Transaction[bytes], db: _Environment) -> list[Published]:
+            sequence = _sequence_of(txn.get(_SEQUENCE, db=db.meta))
             results = []
             for group in groups:
                 result, sequence = self._publish_group(txn, db, group, sequence)
                 results.append(result)
             txn.put(_SEQUENCE, sequence.to_bytes(8, "big"), db=db.meta)
-        return results
+            return results
+
+        return self._change(publish)
 
     def _publish_group(
         self, txn: lmdb.Transaction[bytes], db: _Environment, group: NewPages, sequence: int
@@ -405,7 +609,7 @@ class Catalog:
         known = [txn.get(key, db=db.records) for key in keys]
         taken = np.array(
             [
-                first[key] == i and (raw is None or not record_is_sound(raw))
+                first[key] == i and (raw is None or not _stands(txn, db, key, raw))
                 for i, (key, raw) in enumerate(zip(keys, known, strict=True))
             ],
             dtype=np.bool_,
@@ -448,7 +652,7 @@ class Catalog:
                 step = max(step // 8, 1)
 
     def _remove(self, pages: list[tuple[bytes, int, int]]) -> None:
-        with self._begin(write=True) as (txn, db):
+        def remove(txn: lmdb.Transaction[bytes], db: _Environment) -> None:
             for record_key, slot, generation in pages:
                 raw = txn.get(record_key, db=db.records)
                 if raw is not None and len(raw) == RECORD_BYTES:
@@ -460,6 +664,26 @@ class Catalog:
                 entry = slot.to_bytes(8, "big")
                 if txn.get(entry, db=db.slots) == record_key:
                     txn.delete(entry, db=db.slots)
+
+        self._change(remove)
+
+    def note_clear(self, namespace: bytes) -> int:
+        """Tell all processes that the pages of a namespace are about to go, up to now.
+
+        Returns
+            the generation up to which they go: that of the last page saved by anyone.
+        Raises
+            StoreFullError, DeviceError: see `_begin`; nothing was changed.
+        """
+
+        def note(txn: lmdb.Transaction[bytes], db: _Environment) -> int:
+            sequence = _sequence_of(txn.get(_SEQUENCE, db=db.meta))
+            count = int.from_bytes(txn.get(_CLEARS, b"", db=db.meta)[:8], "big")
+            txn.put(namespace, sequence.to_bytes(8, "big"), db=db.meta)
+            txn.put(_CLEARS, (count + 1 & (1 << 64) - 1).to_bytes(8, "big"), db=db.meta)
+            return sequence
+
+        return self._change(note)
 
     def remove_slots(self, segment: int, slots: dict[int, bytes]) -> None:
         """Remove slot entries of one segment whose records are gone, damaged or point elsewhere."""
@@ -528,6 +752,26 @@ def record_key_at(packed: bytes, index: int) -> bytes:
 def packed_rows(packed: bytes, width: int) -> npt.NDArray[np.uint8]:
     """Packed keys of `width` bytes as an array (n, width), without a copy."""
     return np.frombuffer(packed, dtype=np.uint8).reshape(-1, width)
+
+
+def _stands(txn: lmdb.Transaction[bytes], db: _Environment, key: bytes, raw: bytes) -> bool:
+    """Whether a record is sound and its slot entry names it; else it is nobody's page."""
+    if not record_is_sound(raw):
+        return False
+    slot = slot_of(np.frombuffer(raw, dtype=RECORD)[0])
+    return bool(txn.get(slot.to_bytes(8, "big"), db=db.slots) == key)
+
+
+def _sequence_of(raw: bytes | None) -> int:
+    """The last generation given out, as `meta` has it; 0 in a new catalog."""
+    if raw is None:
+        return 0
+    sequence = int.from_bytes(raw, "big")
+    if len(raw) != 8 or sequence >= GENERATION_MAX:
+        raise CorruptionError(
+            "the catalog's sequence is damaged", op="open", scope="store", hint=REPAIR_HINT
+        )
+    return sequence
 
 
 def _split(packed: bytes, width: int) -> list[bytes]:

@@ -173,6 +173,14 @@ class RadixTree:
             self._join(runs)
         return hit
 
+    def use(self, leaf: Node, now: int) -> None:
+        """The pages from the first down to the end of a node were used, not through this tree."""
+        path = [leaf]
+        while (parent := path[-1].parent) is not None:
+            path.append(parent)
+        for node in reversed(path[:-1]):  # but the root
+            self._count_use(node, now)
+
     def settle(self, keys: bytes, kept: int, output_tokens: int | None, now: int) -> None:
         """A request was saved, the first `kept` pages of it, as the rest is worth too little.
 

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from tutti_core.format import ROOT_PARENT
 from tutti_core.index.catalog import RECORD_KEY_BYTES, Records, page_keys_of, slots_of_records
 from tutti_core.index.pages import LoosePage, NamespacePages
-from tutti_core.index.radix import Locations
+from tutti_core.index.radix import NO_SLOT, Locations
 from tutti_core.policies.base import Policy
 
 Indices = npt.NDArray[np.int64]
@@ -33,6 +33,10 @@ def build_pages(
     Cost       O(n log n) array work, and one step of Python per page to follow the runs.
     """
     pages = NamespacePages(width, policy)
+    placed = slots_of_records(records) != NO_SLOT
+    if not placed.all():  # the last slot of the last segment there can be: no store has it
+        chosen = np.frombuffer(record_keys, dtype=f"V{RECORD_KEY_BYTES}")[placed]
+        record_keys, records = chosen.tobytes(), records[placed]
     if len(records) == 0:
         return pages
     parent = _parents(record_keys, records)

@@ -24,8 +24,8 @@ import logging
 import os
 import threading
 import time
+import weakref
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from errno import EIO
 from typing import Any
@@ -54,6 +54,7 @@ from tutti_core.io.transport import (
     check_owner,
     checked_copy,
 )
+from tutti_core.io.workers import Workers
 
 WORKERS_MAX = 16
 CHUNKS_PER_WORKER = 4
@@ -168,7 +169,8 @@ class GdsTransport:
         straight, note = how_it_moves(self._kvikio)
         self._notes = (note, *self._own_notes())
         self._direct = [direct and straight for direct in self._direct]
-        self._pool = ThreadPoolExecutor(self._workers, thread_name_prefix="tutti-gds")
+        self._pool = Workers(self._workers, "tutti-gds")
+        weakref.finalize(self, self._pool.dismiss).atexit = False
 
     def _open_files(self) -> None:
         try:
@@ -320,7 +322,7 @@ class GdsTransport:
         for index, first in enumerate(starts):
             try:
                 self._pool.submit(self._run_chunk, flight, own[first : first + starts.step])
-            except RuntimeError:  # the interpreter is exiting: what was not started stays -EIO
+            except RuntimeError:  # there is no thread: what was not started stays -EIO
                 flight.chunks_left -= len(starts) - index
                 if flight.chunks_left == 0:
                     flight.done.set()
@@ -415,7 +417,7 @@ class GdsTransport:
             return
         with self._lock:
             self._closed = True
-        self._pool.shutdown(wait=True)
+        self._pool.shutdown()
         with self._close_lock:
             self._host.close()
             self._close_files()

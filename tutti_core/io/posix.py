@@ -8,12 +8,12 @@ Invariants
       bytes and IOV_MAX fragments. What landed of a failed write, and what arrived of a failed read,
       may be any prefix: nothing may be assumed about it.
     - Workers touch the memory of a batch only before its result is ready.
-    - A failed fdatasync is latched. Linux reports a lost write-back once and then forgets it, so a
-      later success would promise durability for bytes that are gone.
+    - Each device has workers of its own: one that stalls holds up nobody else's items.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import logging
 import mmap
@@ -21,13 +21,15 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from errno import EAGAIN, EFAULT, EINVAL, EIO, ENODATA, ERANGE
+from functools import partial
+from queue import SimpleQueue
 from typing import cast
 
 import numpy as np
+import numpy.typing as npt
 import xxhash
 
 from tutti_core.errors import (
@@ -37,6 +39,8 @@ from tutti_core.errors import (
     UnsupportedError,
     device_error,
 )
+from tutti_core.io.marks import Marked
+from tutti_core.io.reopen import open_again
 from tutti_core.io.transport import (
     BATCHES_IN_FLIGHT_MAX,
     BLOCK_BYTES,
@@ -56,7 +60,8 @@ from tutti_core.io.transport import (
 
 WORKERS_MAX = 4
 CHUNKS_PER_WORKER = 4
-"""A batch is cut into this many runs of items per worker, so that one slow run idles nobody."""
+"""A device's part of a batch is cut into this many runs of items per worker, so that one slow run
+idles nobody."""
 
 RETRIES_MAX = 16
 RETRY_DELAY_S = 0.001
@@ -137,13 +142,20 @@ class _Cursor:
 
 @dataclass(slots=True)
 class _Flight:
-    """A batch between `submit` and the `wait` that returns its result."""
+    """A batch between `submit` and the `wait` that returns its result.
+
+    order       its items by device; a chunk is a run of these.
+    """
 
     batch: Batch
+    order: list[int]
     status: I32
     checksum: U64
     chunks_left: int
     done: threading.Event
+
+
+Task = Callable[[], None]
 
 
 class PosixTransport:
@@ -155,15 +167,16 @@ class PosixTransport:
 
     Parameters
         devices: at least one; each is opened read-write.
-        options: `queue_depth` bounds the workers, beyond WORKERS_MAX it changes nothing;
-            `bounce_bytes` is not used.
+        options: `queue_depth` bounds the workers of each device, beyond WORKERS_MAX it changes
+            nothing; `bounce_bytes` is not used.
         direct: bypass the page cache (O_DIRECT). All bytes then go through one aligned buffer of
             `transfer_bytes_max` per worker.
         notes: sentences to put before those of this transport in `capabilities`.
     Raises
         ConfigError: an option is out of bounds.
         UnsupportedError: `direct`, and the file system refuses O_DIRECT.
-        DeviceError: a file is missing or may not be opened for reading and writing.
+        DeviceError: a file is missing or may not be opened for reading and writing, or the system
+            starts no more threads.
     Threads    any; one lock around the table of batches, one per device around flush.
     """
 
@@ -187,13 +200,17 @@ class PosixTransport:
         self._flights: dict[int, _Flight] = {}
         self._next_ticket = 1
         self._regions = Regions()
-        self._stats = TransportStats()
+        self._stats = TransportStats(device_items=[0] * len(devices))
+        self._submitted = [0] * len(devices)
         self._flush_locks = [threading.Lock() for _ in devices]
-        self._flush_status = [0] * len(devices)
         self._bounces = threading.local()
         self._fds = _open_all(self._devices, direct)
-        self._close_files = weakref.finalize(self, _close_all, self._fds)
-        self._pool = ThreadPoolExecutor(self._workers, thread_name_prefix="tutti-posix")
+        self._marked: Marked | None = None
+        self._queues: list[SimpleQueue[Task | None]] = [SimpleQueue() for _ in devices]
+        self._threads: list[threading.Thread] = []
+        self._finalize = weakref.finalize(self, _let_go, self._fds, self._queues, self._workers)
+        self._finalize.atexit = False  # stores that are open at the exit are closed after that
+        self._start_workers()
 
     def _note(self) -> str:
         how = (
@@ -201,7 +218,26 @@ class PosixTransport:
             if self._direct
             else "buffered I/O through the page cache"
         )
-        return f"posix: blocking preadv and pwritev on {self._workers} threads, {how}"
+        return f"posix: blocking preadv and pwritev on {self._workers} threads a device, {how}"
+
+    def _start_workers(self) -> None:
+        """All at once: a thread that the system refuses is noticed while opening, not in a batch.
+
+        They do not keep the interpreter from ending; a device may not answer any more.
+        """
+        try:
+            for queue in self._queues:
+                for _ in range(self._workers):
+                    worker = threading.Thread(
+                        target=_work, args=(queue,), name="tutti-posix", daemon=True
+                    )
+                    worker.start()
+                    self._threads.append(worker)
+        except RuntimeError:
+            self._finalize()
+            raise device_error(
+                "start a thread", EAGAIN, hint="raise the limit of threads, ulimit -u"
+            ) from None
 
     @property
     def devices(self) -> tuple[Device, ...]:
@@ -209,7 +245,7 @@ class PosixTransport:
         return self._devices
 
     def capabilities(self) -> Capabilities:
-        """What is in use. `queue_depth` is the number of workers, shared by all devices."""
+        """What is in use. `queue_depth` is the number of workers of each device."""
         return Capabilities(
             name="posix",
             direct=(self._direct,) * len(self._devices),
@@ -236,13 +272,14 @@ class PosixTransport:
         """Queue a batch for the workers and return its ticket; see `Transport.submit`."""
         batch = checked_copy(batch, len(self._devices))
         count = batch.item_count
-        size = -(-count // (self._workers * CHUNKS_PER_WORKER))
-        starts = range(0, count, size)
+        order = np.argsort(batch.device, kind="stable")
+        chunks = _chunks(batch.device[order], self._workers * CHUNKS_PER_WORKER)
         flight = _Flight(
             batch=batch,
+            order=order.tolist(),
             status=np.full(count, -EIO, np.int32),
             checksum=np.zeros(count, np.uint64),
-            chunks_left=len(starts),
+            chunks_left=len(chunks),
             done=threading.Event(),
         )
         check_owner(self._pid)
@@ -258,31 +295,29 @@ class PosixTransport:
             ticket = self._next_ticket
             self._next_ticket += 1
             self._flights[ticket] = flight
-            self._schedule(flight, starts)
+            # Under the lock: nothing may reach a queue after `close` has.
+            for device, first, last in chunks:
+                self._submitted[device] += last - first
+                self._queues[device].put(partial(self._run_chunk, flight, first, last))
         return ticket
 
-    def _schedule(self, flight: _Flight, starts: range) -> None:
-        """Give the chunks of a batch to the workers. Called with the lock held."""
-        for index, first in enumerate(starts):
-            try:
-                self._pool.submit(self._run_chunk, flight, first, first + starts.step)
-            except RuntimeError:  # the interpreter is exiting: what was not started stays -EIO
-                flight.chunks_left -= len(starts) - index
-                if flight.chunks_left == 0:
-                    flight.done.set()
-                return
-
     def _run_chunk(self, flight: _Flight, first: int, last: int) -> None:
-        """Move items first .. last - 1. Never raises, and always counts itself as finished."""
+        """Move a run of items, all of one device. Never raises; always counts itself finished."""
+        items = flight.order[first:last]
         tally = TransportStats()
-        status = flight.status[first:last]
+        device = int(flight.batch.device[items[0]])
+        done = 0
         try:
-            for item in range(first, min(last, flight.batch.item_count)):
+            for item in items:
                 flight.status[item] = self._run_item(flight, item, tally)
+                done += 1
+                with self._lock:  # at once: who waits may see that it moves
+                    self._stats.device_items[device] += 1
         except Exception:
             _LOG.exception("posix transport: a worker failed; its items end with EIO")
-        tally.failed_items = int(np.count_nonzero(status))
+        tally.failed_items = int(np.count_nonzero(flight.status[items]))
         with self._lock:
+            self._stats.device_items[device] += len(items) - done
             self._count(tally)
             flight.chunks_left -= 1
             if flight.chunks_left == 0:
@@ -410,29 +445,55 @@ class PosixTransport:
         return BatchResult(status=flight.status, checksum=flight.checksum)
 
     def flush(self, device: int) -> int:
-        """Make finished writes durable with fdatasync. Returns 0 or a negative errno.
-
-        After one failure this device's flush fails for good, with the same errno: what was lost
-        cannot be known. Open the transport again to go on.
-        """
+        """Make finished writes durable with fdatasync; see `Transport.flush`."""
         if not 0 <= device < len(self._devices):
             raise ValueError(f"device {device} out of range; there are {len(self._devices)}")
         check_owner(self._pid)
         with self._flush_locks[device]:
             self._check_open("flush")
-            if self._flush_status[device] == 0:
-                try:
-                    os.fdatasync(self._fds[device])
-                except OSError as error:
-                    self._flush_status[device] = -(error.errno or EIO)
-            status = self._flush_status[device]
+            status = 0
+            try:
+                os.fdatasync(self._fds[device])
+            except OSError as error:
+                status = -(error.errno or EIO)
         with self._lock:
             self._stats.flushes += 1
         return status
 
+    def reopen_device(self, device: int, accept: Callable[[bytes], bool]) -> int:
+        """Open a device's path anew and go on with that; see `Reopens`."""
+        check_owner(self._pid)
+        fresh = open_again(self._devices[device].path, direct=self._direct, accept=accept)
+        if fresh < 0:
+            return fresh
+        if self._marked is not None:
+            self._marked.add(os.dup(fresh))
+        try:
+            with self._flush_locks[device]:
+                self._check_open("reopen")
+                # The number stays the same, so that no worker can meet somebody else's file.
+                os.dup2(fresh, self._fds[device], inheritable=False)
+        except OSError as error:
+            return -(error.errno or EIO)
+        finally:
+            os.close(fresh)
+        return 0
+
+    def mark(self, number: int) -> None:
+        """Mark the files that the transfers use; see `Marks`."""
+        self._marked = Marked(number)
+        for descriptor in self._fds:
+            self._marked.add(os.dup(descriptor))
+
     def stats(self) -> TransportStats:
         """A copy of the counters so far."""
-        return replace(self._stats, extra=dict(self._stats.extra))
+        with self._lock:
+            return replace(
+                self._stats,
+                extra=dict(self._stats.extra),
+                device_items=(ended := self._stats.device_items.copy()),
+                device_pending=[n - e for n, e in zip(self._submitted, ended, strict=True)],
+            )
 
     def close(self) -> None:
         """Finish what is in flight, then let go of threads and files. Idempotent.
@@ -440,15 +501,20 @@ class PosixTransport:
         In a forked child it only closes the child's copies of the files.
         """
         if os.getpid() != self._pid:
-            self._close_files()
+            _close_all(self._fds)
             return
         with self._lock:
-            self._closed = True
-        self._pool.shutdown(wait=True)
+            was_closed, self._closed = self._closed, True
+            if not was_closed:
+                _stop(self._queues, self._workers)
+        for worker in self._threads:
+            worker.join()
         for lock in self._flush_locks:  # a flush that began before is finished by its own thread
             with lock:
                 pass
-        self._close_files()
+        if self._marked is not None:
+            self._marked.release()
+        self._finalize()
 
     def _check_open(self, op: str) -> None:
         if self._closed:
@@ -490,6 +556,38 @@ def _open_all(devices: Sequence[Device], direct: bool) -> list[int]:
     return fds
 
 
+def _chunks(device: npt.NDArray[np.uint32], per_device: int) -> list[tuple[int, int, int]]:
+    """Cut items that are ordered by device into runs of one device: (device, first, last + 1)."""
+    cuts = (np.flatnonzero(device[1:] != device[:-1]) + 1).tolist()
+    chunks = []
+    for low, high in zip([0, *cuts], [*cuts, len(device)], strict=True):
+        size = -(-(high - low) // per_device)
+        for first in range(low, high, size):
+            chunks.append((int(device[low]), first, min(first + size, high)))
+    return chunks
+
+
+def _work(queue: SimpleQueue[Task | None]) -> None:
+    """What a worker does, until it is told to stop. It holds its transport for a task only."""
+    while (task := queue.get()) is not None:
+        task()
+        del task
+
+
+def _stop(queues: Sequence[SimpleQueue[Task | None]], workers: int) -> None:
+    """Let the workers end once they have done what is queued."""
+    for queue in queues:
+        for _ in range(workers):
+            queue.put(None)
+
+
+def _let_go(fds: list[int], queues: Sequence[SimpleQueue[Task | None]], workers: int) -> None:
+    """End what is left of a transport that is closed or that nobody holds any more."""
+    _stop(queues, workers)
+    _close_all(fds)
+
+
 def _close_all(fds: list[int]) -> None:
     while fds:
-        os.close(fds.pop())
+        with contextlib.suppress(OSError):  # of a device that is gone; the descriptor goes anyhow
+            os.close(fds.pop())

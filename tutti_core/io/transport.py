@@ -17,7 +17,9 @@ Invariants every implementation keeps
 
 from __future__ import annotations
 
+import logging
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Protocol, runtime_checkable
@@ -25,7 +27,9 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 import numpy.typing as npt
 
-from tutti_core.errors import StoreClosedError
+from tutti_core.errors import BusyError, InternalError, StoreClosedError
+
+logger = logging.getLogger("tutti")
 
 BLOCK_BYTES = 4096
 """Device offsets are multiples of this, and so are the extents that slots occupy."""
@@ -139,7 +143,11 @@ class Capabilities:
 
 @dataclass(slots=True)
 class TransportStats:
-    """Counters since the transport was opened; monotonic, read without a lock."""
+    """Counters since the transport was opened; monotonic, read without a lock.
+
+    device_items    items that ended, well or not, by device; empty where that is not counted.
+    device_pending  items that were submitted and have not ended, likewise.
+    """
 
     read_items: int = 0
     read_bytes: int = 0
@@ -149,6 +157,8 @@ class TransportStats:
     bounced_bytes: int = 0
     short_transfers: int = 0
     flushes: int = 0
+    device_items: list[int] = field(default_factory=list)
+    device_pending: list[int] = field(default_factory=list)
     extra: dict[str, int] = field(default_factory=dict)
 
 
@@ -201,7 +211,12 @@ class Transport(Protocol):
         ...
 
     def flush(self, device: int) -> int:
-        """Make finished writes to one device durable. Returns 0 or a negative errno. Blocks."""
+        """Make finished writes to one device durable. Returns 0 or a negative errno. Blocks.
+
+        A success covers the writes that began after the last failure of the device had returned,
+        and no others: the system reports a lost write once, to whoever flushes first, and takes it
+        for written from then on.
+        """
         ...
 
     def stats(self) -> TransportStats:
@@ -211,6 +226,27 @@ class Transport(Protocol):
     def close(self) -> None:
         """Finish what is in flight, then let go of files, rings and threads. Idempotent."""
         ...
+
+
+def start_batch(
+    transport: Transport, batch: Batch, count: Callable[[str, int], None]
+) -> int | None:
+    """Submit a batch; None where the transport fails to take it, which is counted and logged.
+
+    Such a batch was not started. That costs its pages, and not the thread that came with it.
+
+    Raises
+        BusyError, StoreClosedError: see `Transport.submit`.
+        InternalError: an invariant broke.
+    """
+    try:
+        return transport.submit(batch)
+    except (BusyError, StoreClosedError, InternalError):
+        raise
+    except Exception:
+        logger.exception("a batch of %d transfers could not be started", batch.item_count)
+        count("submit_errors", 1)
+        return None
 
 
 class Regions:

@@ -7,9 +7,13 @@ engine itself.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
+
+import numpy as np
 
 from tutti_core._native import QUEUE_DEPTH_MAX, TRANSFER_BYTES_MAX, UringEngine
 from tutti_core.errors import (
@@ -21,7 +25,9 @@ from tutti_core.errors import (
     UnsupportedError,
     device_error,
 )
+from tutti_core.io.marks import Marked
 from tutti_core.io.posix import check_options
+from tutti_core.io.reopen import open_again
 from tutti_core.io.transport import (
     BATCHES_IN_FLIGHT_MAX,
     BLOCK_BYTES,
@@ -72,6 +78,10 @@ class UringTransport:
         _check(devices, options)
         self._devices = tuple(devices)
         self._options = options
+        self._pid = os.getpid()
+        self._marked: Marked | None = None
+        self._count_lock = threading.Lock()
+        self._submitted = np.zeros(len(devices), dtype=np.int64)
         try:
             self._engine = UringEngine(
                 [os.fspath(device.path) for device in devices],
@@ -150,6 +160,8 @@ class UringTransport:
                 f"that Batch names: {error}"
             ) from error
         if ticket > 0:
+            with self._count_lock:
+                self._submitted += np.bincount(batch.device, minlength=len(self._devices))
             return ticket
         if ticket == -errno.EINVAL:
             check_batch(batch, len(self._devices))
@@ -168,11 +180,7 @@ class UringTransport:
         return BatchResult(status=result[0], checksum=result[1])
 
     def flush(self, device: int) -> int:
-        """Make finished writes durable with fdatasync. Returns 0 or a negative errno.
-
-        After one failure this device's flush fails for good, with the same errno: what was lost
-        cannot be known. Open the transport again to go on.
-        """
+        """Make finished writes durable with fdatasync; see `Transport.flush`."""
         if not 0 <= device < len(self._devices):
             raise ValueError(f"device {device} out of range; there are {len(self._devices)}")
         status = self._engine.flush(device)
@@ -180,11 +188,38 @@ class UringTransport:
             raise _state_error("flush", status)
         return status
 
+    def reopen_device(self, device: int, accept: Callable[[bytes], bool]) -> int:
+        """Open a device's path anew and go on with that; see `Reopens`."""
+        fresh = open_again(self._devices[device].path, direct=True, accept=accept)
+        if fresh < 0:
+            return fresh
+        if self._marked is not None:
+            self._marked.add(os.dup(fresh))
+        try:
+            status = self._engine.replace_file(device, fresh)
+        finally:
+            os.close(fresh)
+        if status in (-errno.ESHUTDOWN, -errno.ECHILD):
+            raise _state_error("reopen", status)
+        return status
+
+    def mark(self, number: int) -> None:
+        """Mark the files that the transfers use, which are opened anew for that; see `Marks`."""
+        self._marked = Marked(number)
+        for index, device in enumerate(self._devices):
+            with contextlib.suppress(OSError):  # then this device goes on without a mark
+                fresh = os.open(device.path, os.O_RDWR | os.O_CLOEXEC | os.O_DIRECT)
+                self._marked.add(fresh)
+                self._engine.replace_file(index, fresh)
+
     def stats(self) -> TransportStats:
         """Counters so far; `extra`: transfers, those with registered buffers, kernel calls."""
         counters = self._engine.stats()
         extra = {name: counters.pop(name) for name in ("transfers", "fixed_transfers", "enters")}
-        return TransportStats(**counters, extra=extra)
+        with self._count_lock:
+            submitted = self._submitted.tolist()
+        pending = [max(n - e, 0) for n, e in zip(submitted, counters["device_items"], strict=True)]
+        return TransportStats(**counters, device_pending=pending, extra=extra)
 
     def close(self) -> None:
         """Finish what is in flight, then let go of files, rings and threads. Idempotent.
@@ -192,6 +227,8 @@ class UringTransport:
         In a forked child it only closes the child's copies of the files.
         """
         self._engine.close()
+        if self._marked is not None and self._pid == os.getpid():
+            self._marked.release()
 
 
 def _check(devices: Sequence[Device], options: TransportOptions) -> None:

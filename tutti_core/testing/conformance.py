@@ -813,11 +813,12 @@ def _run_threads(work: Callable[[int], None], count: int) -> None:
         except BaseException as error:
             errors.append(error)
 
-    threads = [threading.Thread(target=body, args=(index,)) for index in range(count)]
+    threads = [threading.Thread(target=body, args=(i,), daemon=True) for i in range(count)]
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join()
+        thread.join(2 * WAIT_S)
+    _expect(not any(thread.is_alive() for thread in threads), "a thread does not end")
     if errors:
         raise errors[0]
 

@@ -1,8 +1,8 @@
 """Devices in memory that fail on command, behind the same door as the real ones.
 
 Operations are what a device sees: one item read or written, or one flush. Each kind is counted
-apart from 0, and all of them together in `operations`. Items that end with -ERANGE never reach a
-device and are not counted.
+apart from 0, and all of them together in `operations`. Items that end with -ERANGE, or whose memory
+is at address 0 and that end with -EFAULT, never reach a device and are not counted.
 
 Faults
     kind         of               effect                                         status
@@ -12,6 +12,11 @@ Faults
     lost         write, flush     nothing lands, nothing becomes durable         0
     misdirected  read, write      another extent is read or written
                                   (`target_bytes`, or seeded)                    0
+    short        read, write      the front moves, the rest stays what it was
+                                  (`keep_bytes`, or seeded)                      0
+    duplicated   write            lands, and lands again some operations later   0
+    reordered    write            lands some operations later only, whatever
+                                  was written or flushed meanwhile               0
     stale        read             the extent as it was before its last write     0
     flip         read             one seeded bit of what is delivered            0
     flip         write            one seeded bit of what was stored              0
@@ -22,8 +27,9 @@ Faults
     kill()       (call)           process death: writes in flight land, in part or not
     crash()      (call)           power loss: also, each unflushed block is kept, dropped or torn
 
-With a status of 0 the faults lost, misdirected, stale, flip and torn are silent: only a checksum,
-key or generation kept elsewhere can tell. `slow` with polls=0 and `hold` end with `release`.
+With a status of 0 a fault is silent: only a checksum, key or generation kept elsewhere can tell.
+What is to land later does so at most LATER_OPERATIONS_MAX operations later, or in `close`; in a
+`kill` or `crash` before that, by chance. `slow` with polls=0 and `hold` end with `release`.
 
 A batch runs inside the `wait` that returns its result, or in `close`. That is as late as the
 protocol allows, so a caller that reuses memory or flushes before waiting is found out.
@@ -38,7 +44,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from errno import EIO, ERANGE
+from errno import EFAULT, EIO, ERANGE
 from typing import Literal
 
 import numpy as np
@@ -69,7 +75,22 @@ SCRIBBLE = 0xDB
 
 FOREVER = 1 << 62
 
-FaultKind = Literal["error", "torn", "lost", "misdirected", "stale", "flip", "slow", "busy"]
+LATER_OPERATIONS_MAX = 8
+"""Bound on how many operations later a duplicated or reordered write lands."""
+
+FaultKind = Literal[
+    "error",
+    "torn",
+    "lost",
+    "misdirected",
+    "short",
+    "duplicated",
+    "reordered",
+    "stale",
+    "flip",
+    "slow",
+    "busy",
+]
 FaultOp = Literal["read", "write", "flush", "batch"]
 
 _SUITED: Mapping[FaultKind, tuple[FaultOp, ...]] = {
@@ -77,6 +98,9 @@ _SUITED: Mapping[FaultKind, tuple[FaultOp, ...]] = {
     "torn": ("write",),
     "lost": ("write", "flush"),
     "misdirected": ("read", "write"),
+    "short": ("read", "write"),
+    "duplicated": ("write",),
+    "reordered": ("write",),
     "stale": ("read",),
     "flip": ("read", "write"),
     "slow": ("batch",),
@@ -174,6 +198,7 @@ class FaultyDevices:
         self._rng = random.Random(seed)
         self._changed = threading.Condition(self.media.lock)
         self._flights: dict[int, _Flight] = {}
+        self._later: list[tuple[int, int, int, Bytes]] = []  # when, and what: device, offset, bytes
         self._next_ticket = 1
         self._regions = Regions()
         self._counts: dict[FaultOp, int] = {"read": 0, "write": 0, "flush": 0, "batch": 0}
@@ -290,6 +315,7 @@ class FaultyDevices:
             self._release(None)
             for flight in self._flights.values():
                 self._run(flight)
+            self._land_later(FOREVER)
             self._closed = True
             self._changed.notify_all()
 
@@ -352,6 +378,8 @@ class FaultyDevices:
             self._stopped = True
             for flight in self._flights.values():
                 self._run(flight)
+            self._later = [late for late in self._later if self._rng.random() < 0.5]
+            self._land_later(FOREVER)
             self._dead = True
             self._release(None)
             self._changed.notify_all()
@@ -411,8 +439,21 @@ class FaultyDevices:
             self._stopped = True
         if self._stopped:
             return False
+        self._land_later(self._operations)
         self._operations += 1
         return True
+
+    def _land_later(self, operation: int) -> None:
+        """Let the writes land that were put off to `operation` or before it."""
+        if self._later:
+            due = [late for late in self._later if late[0] <= operation]
+            self._later = [late for late in self._later if late[0] > operation]
+            for _, device, offset, data in due:
+                self.media.write(device, offset, data)
+
+    def _put_off(self, device: int, offset: int, data: Bytes) -> None:
+        when = self._operations + self._rng.randrange(LATER_OPERATIONS_MAX)
+        self._later.append((when, device, offset, data))
 
     def _fault(self, op: FaultOp, device: int | None = None) -> Fault | None:
         """Count one `op` and return what goes wrong with it."""
@@ -468,6 +509,8 @@ class FaultyDevices:
         device, offset = int(batch.device[item]), int(batch.offset_bytes[item])
         if offset + extent_bytes(length) > self._devices[device].capacity_bytes:
             return -ERANGE
+        if 0 in addresses:
+            return -EFAULT
         reading = batch.op is Op.READ
         running = self._begin_operation()
         if not running and (reading or self._dead or not flight.in_time):
@@ -478,7 +521,9 @@ class FaultyDevices:
         ]
         if reading:
             status, data = self._read(device, offset, length)
-            _scatter(data, parts)
+            _scatter(data, parts)  # all of it, or what a short read brought
+            if len(data) < length:
+                data = np.concatenate(parts)
             self._stats.read_items += status == 0
             self._stats.read_bytes += length if status == 0 else 0
         else:
@@ -506,6 +551,8 @@ class FaultyDevices:
         if fault.kind == "misdirected":
             target = self._elsewhere(fault, device, offset, length)
             return 0, self.media.read(device, target, length)
+        if fault.kind == "short":
+            return 0, self.media.read(device, offset, self._kept(fault, length))
         data = self.media.read(device, offset, length)  # flip
         data[self._rng.randrange(length)] ^= 1 << self._rng.randrange(8)
         return 0, data
@@ -518,10 +565,16 @@ class FaultyDevices:
             self.media.write(device, offset, data)
             return 0
         if fault.kind == "torn":
-            keep = fault.keep_bytes
-            keep = self._rng.randrange(len(data)) if keep is None else keep
-            self.media.write(device, offset, data[:keep])
+            self.media.write(device, offset, data[: self._kept(fault, len(data))])
             return -fault.errno
+        if fault.kind == "short":
+            self.media.write(device, offset, data[: self._kept(fault, len(source))])
+            return 0
+        if fault.kind in ("duplicated", "reordered"):
+            if fault.kind == "duplicated":
+                self.media.write(device, offset, data)
+            self._put_off(device, offset, data)
+            return 0
         if fault.kind == "misdirected":
             target = self._elsewhere(fault, device, offset, len(source))
             if target != offset:  # else there is no other place: the write is lost
@@ -533,6 +586,10 @@ class FaultyDevices:
             self.media.flip(device, place, self._rng.randrange(8))
             return 0
         return -fault.errno if fault.kind == "error" else 0  # or lost
+
+    def _kept(self, fault: Fault, length: int) -> int:
+        """How many bytes of a torn or short transfer move: fewer than all."""
+        return self._rng.randrange(length) if fault.keep_bytes is None else fault.keep_bytes
 
     def _write_in_part(self, device: int, offset: int, data: Bytes) -> None:
         """Land none, all, or the first blocks of a write that nobody will hear about."""
@@ -562,5 +619,6 @@ def _padded(data: Bytes) -> Bytes:
 def _scatter(data: Bytes, parts: Sequence[Bytes]) -> None:
     done = 0
     for part in parts:
-        part[:] = data[done : done + len(part)]
+        piece = data[done : done + len(part)]
+        part[: len(piece)] = piece
         done += len(part)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 import random
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -81,6 +81,16 @@ class Media:
             where = slice(block * BLOCK_BYTES, (block + 1) * BLOCK_BYTES)
             self._durable[device][where] = self._visible[device][where]
         self._unflushed[device].clear()
+
+    def forget(self, device: int) -> None:
+        """Take what was written since the last flush for flushed, without making it durable."""
+        self._unflushed[device].clear()
+
+    def go_back(self, device: int, blocks: Iterable[int]) -> None:
+        """Let blocks hold what they durably held."""
+        for block in blocks:
+            where = slice(block * BLOCK_BYTES, (block + 1) * BLOCK_BYTES)
+            self._visible[device][where] = self._durable[device][where]
 
     def lose_power(self, rng: random.Random) -> None:
         """Keep, drop or tear every block that was written since its last flush."""

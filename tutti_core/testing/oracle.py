@@ -163,6 +163,12 @@ class Oracle:
         if payload not in known:
             known.append(payload)
 
+    def copy(self) -> Oracle:
+        """Return an oracle that knows what this one knows now; its counts begin at 0."""
+        other = Oracle()
+        other._payloads = {name: list(known) for name, known in self._payloads.items()}
+        return other
+
     def forget(self, namespace: bytes) -> None:
         """After a successful clear of a namespace: nothing saved before may come back."""
         for name in [name for name in self._payloads if name[0] == namespace]:
@@ -171,6 +177,10 @@ class Oracle:
     def keys(self, namespace: bytes) -> list[bytes]:
         """Return the keys ever saved in a namespace, in the order of their first save."""
         return [key for space, key in self._payloads if space == namespace]
+
+    def payloads(self, namespace: bytes, key: bytes) -> list[bytes]:
+        """Return all that was ever saved under a key and not forgotten, the oldest first."""
+        return list(self._payloads.get((namespace, key), []))
 
     def check_load(
         self, namespace: bytes, key: bytes, data: bytes | bytearray | memoryview | None

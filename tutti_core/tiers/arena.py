@@ -149,6 +149,8 @@ class CudaArena:
         target, source, length_bytes = merged(target, source, length_bytes)
         try:
             with self._lock, self._device:
+                if self._memory is None:  # a load that came past the store's close
+                    raise OSError("the memory tier is closed")
                 for to, start, length in zip(
                     target.tolist(), source.tolist(), length_bytes.tolist(), strict=True
                 ):
@@ -164,7 +166,8 @@ class CudaArena:
 
     def close(self) -> None:
         """Give the memory back."""
-        self._memory = None
+        with self._lock:
+            self._memory = None
 
 
 def merged(target: U64, source: U64, length_bytes: U64) -> tuple[U64, U64, U64]:

@@ -47,7 +47,7 @@ class Copy:
             self._started = True
         try:
             self._work()
-        except Exception:
+        except BaseException:  # whatever it is, the thread must go on: others wait for it
             self.failed = True
             logger.exception("a copy of pages in memory failed")
         finally:
@@ -72,7 +72,10 @@ class Copier:
         self._thread.start()
 
     def enqueue(self, job: Copy, length_bytes: int) -> bool:
-        """Queue a job; False when the queue is full or the copier has stopped."""
+        """Queue a job; False when the queue is full or the copier has stopped.
+
+        What is queued is run: the thread ends only when the queue is empty, and no job can end it.
+        """
         with self._changed:
             over = self._pending_bytes + length_bytes > self._backlog_bytes and self._jobs
             if self._stopping or len(self._jobs) >= COPIES_MAX or over:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from typing import TYPE_CHECKING
 
@@ -18,7 +19,8 @@ class Hold:
     """Pages from `first` on that are held; made by `NamespaceStore.hold`.
 
     Leaves of the tree go first, so the pin of its last page holds a run whose chain is known; pages
-    that are known by their keys alone are pinned one by one.
+    that are known by their keys alone are pinned one by one. Where there are memory tiers, so is
+    the whole chain: part of it may be a leaf of one tier while the last page is in another.
     Threads    any may release.
     """
 
@@ -28,6 +30,7 @@ class Hold:
         self._placement = placement
         self._entry = entry
         self._lock = threading.Lock()
+        self._pid = os.getpid()
         self._pinned = b""
         self.pages = self._take(keys, first)
         """How many pages from `first` on are stored without a gap."""
@@ -38,7 +41,9 @@ class Hold:
         for _ in range(_ATTEMPTS_MAX):
             if stored == 0:
                 return 0
-            low = first + stored - 1 if keys.rooted else first
+            low = first
+            if keys.rooted:
+                low = first + stored - 1 if self._placement.one_tree else 0
             self._pinned = keys.part(low, first + stored)
             self._placement.pin_pages(self._entry, self._pinned)
             held = keys.part(0, first + stored)
@@ -50,7 +55,9 @@ class Hold:
         return 0
 
     def release(self) -> None:
-        """Let the pages go. Idempotent."""
+        """Let the pages go. Idempotent; does nothing in a forked child."""
+        if self._pid != os.getpid():
+            return
         with self._lock:
             pinned, self._pinned = self._pinned, b""
         if pinned:

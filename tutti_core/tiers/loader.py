@@ -7,21 +7,27 @@ that fail are forgotten at once and their records removed soon.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
+import os
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
 
+from tutti_core.arguments import seconds_of
 from tutti_core.errors import BusyError
 from tutti_core.geometry import PageFragments
-from tutti_core.index.catalog import record_key_at
+from tutti_core.index.catalog import packed_rows, record_key_at
 from tutti_core.index.radix import NO_SLOT, Locations
-from tutti_core.io.transport import Batch, BatchResult, Op, Transport
+from tutti_core.io.transport import Batch, BatchResult, Op, Transport, check_owner, start_batch
 from tutti_core.keys import PageKeys
+from tutti_core.tiers.cipher import Rows, new_trailers, with_trailers
 from tutti_core.tiers.copier import Copy
 from tutti_core.tiers.health import Health
 from tutti_core.tiers.manager import Entry, Manager
@@ -30,6 +36,7 @@ from tutti_core.tiers.mover import LoadGate
 from tutti_core.tiers.parts_load import PartsLoad
 from tutti_core.tiers.saver import DropJob, Saver, page_batch
 from tutti_core.tiers.stack import Hit, TierStack
+from tutti_core.tiers.suspects import Suspects
 
 logger = logging.getLogger("tutti")
 
@@ -43,7 +50,10 @@ _NOT_THE_PAGE = [-errno.EAGAIN, -errno.EINTR, -errno.ENOMEM, -errno.EFAULT]
 
 @dataclass(slots=True)
 class _Transfer:
-    """The part of a load that is read from the devices; `memory` is kept alive by it."""
+    """The part of a load that is read from the devices; `memory` is kept alive by it.
+
+    trailers   of encrypted pages, read with them.
+    """
 
     ticket: int
     started: int
@@ -52,6 +62,7 @@ class _Transfer:
     memory: PageFragments
     device: npt.NDArray[np.uint32]
     submitted_s: float
+    trailers: Rows | None = None
 
 
 @dataclass(slots=True)
@@ -84,7 +95,7 @@ class LoadTicket:
         self._ended = True  # until something is attached
 
     def done(self) -> bool:
-        """Whether the result is there; does not block."""
+        """Whether the result is there; waits for nothing. Pages that have arrived are decrypted."""
         return self._advance(0.0, 0.0)
 
     def wait(self, timeout_s: float | None = None) -> Mask:
@@ -93,8 +104,9 @@ class LoadTicket:
         Raises
             BusyError: not finished after `timeout_s`; wait again. The memory is still being written
                 to and must not be reused.
+            StoreClosedError: in a forked child, whose parent alone will hear the result.
         """
-        timeout_s = self._loader.io_timeout_s if timeout_s is None else timeout_s
+        timeout_s = self._loader.io_timeout_s if timeout_s is None else seconds_of(timeout_s)
         if not self._advance(timeout_s, timeout_s):
             raise BusyError(f"the load is not finished after {timeout_s} s", op="load")
         return self._loaded
@@ -103,7 +115,8 @@ class LoadTicket:
         """Collect the parts' results if they end in time; True when all are there."""
         if self._ended:
             return True
-        if not self._lock.acquire(timeout=lock_timeout_s):
+        check_owner(self._loader.pid)
+        if not self._lock.acquire(timeout=min(max(lock_timeout_s, 0.0), threading.TIMEOUT_MAX)):
             return self._ended
         try:
             if self._ended:
@@ -135,9 +148,10 @@ class LoadTicket:
     def _advance_transfer(self, transfer: _Transfer, timeout_s: float) -> bool:
         result = self._loader.transport.wait(transfer.ticket, timeout_s)
         if result is None:
-            self._loader.note_late(transfer.device, transfer.submitted_s)
+            where, started = transfer.where, transfer.started
+            self._loader.note_late(transfer.device, transfer.submitted_s, where, started)
             return False
-        self._loader.health.note(Op.READ, transfer.device, result.status)
+        self._loader.note_read(transfer.device, result.status)
         try:
             good = self._loader.judge(
                 self._entry,
@@ -147,6 +161,7 @@ class LoadTicket:
                 transfer.where,
                 result,
                 transfer.started,
+                decrypt=partial(self._decrypt, transfer),
             )
             self._loaded[transfer.pages] = good
             self._loader.count("loaded_pages", int(np.count_nonzero(good)))
@@ -156,6 +171,15 @@ class LoadTicket:
             self._loader.end_read(transfer.started)
         self._loader.arrived(self._entry, self._keys, self._first, transfer.pages[good], None)
         return True
+
+    def _decrypt(self, transfer: _Transfer, at: Indices) -> Mask:
+        """Decrypt some of the pages that were read; returns which were right."""
+        cipher, trailers = self._entry.cipher, transfer.trailers
+        if cipher is None or trailers is None:
+            return np.ones(len(at), dtype=np.bool_)
+        keys = packed_rows(self._keys.data, self._keys.width)[transfer.pages[at] + self._first]
+        memory = transfer.memory
+        return cipher.decrypt(keys, 0, memory.address[at], memory.length_bytes, trailers[at])
 
 
 class Loader:
@@ -181,6 +205,7 @@ class Loader:
         stack: TierStack | None = None,
     ) -> None:
         self.transport = transport
+        self.pid = os.getpid()
         self.io_timeout_s = io_timeout_s
         self.saver: Saver
         self.health = health
@@ -191,6 +216,8 @@ class Loader:
         self._lock = threading.Lock()
         self._loads: set[LoadTicket] = set()  # keeps their memory alive until they end
         self._parts_loads: set[PartsLoad] = set()
+        self._suspects = Suspects()
+        health.recovered = self._note_recovered
 
     def start(self, entry: Entry, keys: PageKeys, first: int, memory: PageFragments) -> LoadTicket:
         """Start loading the pages from `first` on; returns at once."""
@@ -243,15 +270,17 @@ class Loader:
         with self._lock:
             return list(self._loads)
 
-    def wait_all(self, deadline_s: float) -> None:
-        """Collect what ends before a moment of the monotonic clock."""
+    def wait_all(self, deadline_s: float) -> bool:
+        """Collect what ends before a moment of the monotonic clock; whether that is all."""
+        over = True
         for ticket in self.in_flight():
             left_s = max(deadline_s - time.monotonic(), 0.0)
-            ticket._advance(left_s, left_s)
+            over &= ticket._advance(left_s, left_s)
         with self._lock:
             unfinished = list(self._parts_loads)
         for load in unfinished:
-            load.abandon(deadline_s)
+            over &= load.abandon(deadline_s)
+        return over
 
     # ---- starting ----
     def _load_from_all(
@@ -303,7 +332,13 @@ class Loader:
                 return
             device, offset = self._manager.extents(where.slot, entry.slot_bytes)
             memory = memory.select(present)
-            batch = page_batch(Op.READ, device, offset, memory, len(present), self.verify)
+            trailers, target = None, memory
+            if entry.cipher is not None:
+                trailers = new_trailers(len(present))
+                target = PageFragments(
+                    *with_trailers(memory.address, memory.length_bytes, trailers)
+                )
+            batch = page_batch(Op.READ, device, offset, target, len(present), self.verify)
             transfer = self.submit(batch)
         except BaseException:
             self._manager.end_load(started)
@@ -313,7 +348,7 @@ class Loader:
             self._manager.end_load(started)
         else:
             ticket._transfer = _Transfer(
-                transfer, started, present, where, memory, device, time.monotonic()
+                transfer, started, present, where, memory, device, time.monotonic(), trailers
             )
 
     def _locate_wanted(
@@ -327,20 +362,23 @@ class Loader:
         return index + (low - first), where.select(index)
 
     def submit(self, batch: Batch) -> int | None:
-        """Start a batch; None when too many are in flight even after collecting finished ones."""
+        """Start a batch; None when too many are in flight even after collecting finished ones.
+
+        None, too, where the transport fails to take it.
+        """
+        ticket: int | None = None
         self._gate.begin()
         try:
             try:
-                return self.transport.submit(batch)
+                ticket = start_batch(self.transport, batch, self.count)
             except BusyError:
                 self.sweep()
-            return self.transport.submit(batch)
-        except BusyError:
-            self._gate.end()
-            return None
-        except BaseException:
-            self._gate.end()
-            raise
+                with contextlib.suppress(BusyError):
+                    ticket = start_batch(self.transport, batch, self.count)
+        finally:
+            if ticket is None:
+                self._gate.end()
+        return ticket
 
     def extents(self, entry: Entry, where: Locations) -> tuple[npt.NDArray[np.uint32], U64]:
         """Device and byte offset of pages."""
@@ -363,10 +401,23 @@ class Loader:
         self._manager.end_load(started)
         self._gate.end()
 
-    def note_late(self, device: npt.NDArray[np.uint32], submitted_s: float) -> None:
-        """A read is not over: its devices are unwell if that takes too long."""
+    def note_read(self, device: npt.NDArray[np.uint32], status: npt.NDArray[np.int32]) -> None:
+        """A read has ended; before `judge` is asked about it."""
+        self.health.note(Op.READ, device, status)
+        self._manager.forgive(self._suspects.witness(device, status))
+
+    def _note_recovered(self, op: Op, device: int, was_unwell: bool) -> None:
+        if op is Op.READ:
+            self._manager.forgive(self._suspects.release(device, its_fault=was_unwell))
+
+    def note_late(
+        self, device: npt.NDArray[np.uint32], submitted_s: float, where: Locations, started: int
+    ) -> None:
+        """A read of pages is not over: its devices are unwell if that takes too long."""
         if time.monotonic() - submitted_s >= self.io_timeout_s:
             self.health.note_late(device.tolist())
+            if not self.health.unwell_reads.isdisjoint(device.tolist()):
+                self._manager.narrow_load(started, where.slot)
 
     def end_batch(self) -> None:
         """A batch that `submit` started has ended."""
@@ -392,11 +443,13 @@ class Loader:
         where: Locations,
         result: BatchResult,
         started: int,
+        decrypt: Callable[[Indices], Mask],
         confirm_all: bool = True,
     ) -> Mask:
         """Which pages of a finished read are good; the others are forgotten.
 
         Parameters
+            decrypt: decrypts those at some positions, and tells which were right.
             where: with the checksums that the bytes must have.
             confirm_all: see that the records are still there also of pages whose bytes are right.
         """
@@ -405,6 +458,9 @@ class Loader:
         good = read.copy()
         if self.verify:
             good &= result.checksum == where.checksum
+        whole = good.copy()
+        chosen = np.flatnonzero(whole)
+        good[chosen] = decrypt(chosen)
         index = pages + first
         valid = np.ones(len(pages), dtype=np.bool_)
         doubtful = (
@@ -415,10 +471,17 @@ class Loader:
                 entry, keys.data, index[doubtful], where.select(doubtful), started
             )
         count("read_errors", int(np.count_nonzero(~read)))
-        count("checksum_errors", int(np.count_nonzero(read & ~good & valid)))
+        count("checksum_errors", int(np.count_nonzero(read & ~whole & valid)))
+        count("decryption_errors", int(np.count_nonzero(whole & ~good & valid)))
         bad = np.flatnonzero(~(good & valid) & ~np.isin(result.status, _NOT_THE_PAGE))
         bad = self._blamed(entry, bad, where, result)
         if len(bad):
+            device, _ = self._manager.extents(where.slot, entry.slot_bytes)
+            hidden = self._suspects.sort(device, result.status, where.generation)[bad]
+            self._hide(entry, keys, index[bad], where.select(bad), valid[bad])
+            for number in set(device[bad[hidden]].tolist()):
+                self.health.doubt(Op.READ, number)
+            bad = bad[~hidden]
             self._drop(entry, keys, index[bad], where.select(bad), valid[bad])
         good &= valid
         return np.asarray(good, dtype=np.bool_)
@@ -432,12 +495,17 @@ class Loader:
         own: Mask = (result.status[bad] == 0) | ~np.isin(device, list(unwell))
         return bad[np.flatnonzero(own)]
 
+    def _hide(
+        self, entry: Entry, keys: PageKeys, index: Indices, where: Locations, recorded: Mask
+    ) -> None:
+        """Take pages that could not be read out of the index; their records stay."""
+        self._manager.drop(entry, keys.data, index, keys.rooted, where.generation, recorded)
+
     def _drop(
         self, entry: Entry, keys: PageKeys, index: Indices, where: Locations, recorded: Mask
     ) -> None:
-        """Drop pages that could not be read: from memory now, their records soon."""
+        """Let the records of hidden pages be removed, soon."""
         record_keys = self._manager.record_keys(entry, keys.data, index)
-        self._manager.drop(entry, keys.data, index, keys.rooted, where.generation, recorded)
         dropped = [
             (record_key_at(record_keys, i), int(where.slot[i]), int(where.generation[i]))
             for i in np.flatnonzero(recorded).tolist()

@@ -12,9 +12,10 @@ Order that keeps a page bit-exact or a miss
 
 from __future__ import annotations
 
-import json
+import errno
 import logging
 import math
+import os
 import threading
 import time
 from collections import Counter
@@ -49,11 +50,15 @@ from tutti_core.index.pages import NamespacePages, Offers, Victim
 from tutti_core.index.radix import NO_SLOT, Locations
 from tutti_core.index.restore import build_pages
 from tutti_core.io.transport import BLOCK_BYTES
-from tutti_core.keys import Namespace
+from tutti_core.keys import Namespace, described
 from tutti_core.policies.admission import Admission, Always
 from tutti_core.policies.budget import BURSTS_PER_DAY
 from tutti_core.policies.choice import make_policy
+from tutti_core.tiers.cipher import PageCipher
+from tutti_core.tiers.clears import Clears
+from tutti_core.tiers.device_calls import DeviceCalls
 from tutti_core.tiers.health import Health
+from tutti_core.tiers.heat import Heat
 from tutti_core.tiers.lease import Lease
 from tutti_core.tiers.limits import Limits, Rules, expired, expired_loose
 from tutti_core.tiers.parts import PartLayout, layout_of_parts, stored_bytes
@@ -80,6 +85,9 @@ records does not offer them again. Generations are never used twice."""
 _RESTORE_CHUNK = 8192
 _EXPIRY_STEPS = 8  # times a TTL that what is past it is looked for
 
+SPARES_MAX = 1024
+"""Leaves that one save spares because other processes read them; more go in the policy's order."""
+
 EXPIRED_PAGES_MAX = 4096
 """Pages past their TTL that one save removes; the next one goes on."""
 
@@ -88,7 +96,10 @@ EXPIRED_PAGES_MAX = 4096
 class Entry:
     """One namespace in memory.
 
-    page_bytes  of a page as it is stored, with header and padding where it is stored in parts.
+    page_bytes  of a page as it is stored, with header and padding where it is stored in parts, and
+                with trailers where it is encrypted.
+    cipher      encrypts the pages; None: they are stored as they are.
+    cleared     pages up to this generation were cleared, by whatever process.
     """
 
     digest: bytes
@@ -98,8 +109,10 @@ class Entry:
     admission: Admission = field(default_factory=lambda: Always(1))
     limits: Limits = field(default_factory=Limits)
     parts: PartLayout | None = None
+    cipher: PageCipher | None = None
     slot_bytes: int = field(init=False)
     expired_at: int = 0
+    cleared: int = 0
 
     def __post_init__(self) -> None:
         self.slot_bytes = _slot_bytes(self.page_bytes)
@@ -122,6 +135,8 @@ class _Room:
     """The pages are within the share of `entry`: others make room first, whatever that costs."""
     refused: bool = False
     """All that could still go is worth more."""
+    spares: int = SPARES_MAX
+    """How many leaves may still be spared because other processes read them."""
     offers: Offers = field(default_factory=Offers)
     """By namespace, what could go next; while the lock is held."""
 
@@ -133,6 +148,9 @@ class Manager:
         owned_max: segments that this process may own.
         rules: the policy, and what may be written.
     """
+
+    one_tree = True
+    """Pages stand in one tree, whose leaves go first."""
 
     def __init__(
         self,
@@ -149,6 +167,8 @@ class Manager:
         self.slots_returned = threading.Condition(self.lock)
         self.space = Space(layout.segment_bytes)
         self.restored = threading.Event()
+        """Is set: `restore` does that last, also when it fails, and opening fails without its
+        thread. So waiting for it without a bound ends, once the catalog has been read."""
         self.counters: Counter[str] = Counter()
         self._counters_lock = threading.Lock()
         self._entries: dict[bytes, Entry] = {}
@@ -167,7 +187,37 @@ class Manager:
         """By namespace, pages in segments of this process that were scanned so far."""
         self._expired: list[tuple[bytes, int, int]] = []  # retired at a look-up, likewise
         self.health: Health | None = None  # set once, before the first look-up
+        self._unrestored = False  # `restore` has failed
+        self.heat: Heat | None = None
+        """Set once, where processes share the store."""
         self._stopping = False
+        self._clears = Clears(catalog)
+        self.on_clear: Callable[[Entry], None] | None = None
+        """Called without the lock when another process has cleared a namespace; set once."""
+        self._page_count = 0
+
+    def use(self, health: Health, calls: DeviceCalls, timeout_s: float) -> None:
+        """Heed which devices are well, and wait for them no longer than that; once, at the start.
+
+        Without it, room is set aside in the call.
+        """
+        self.health = health
+        inner = self._segments.allocate
+
+        def allocate(segment: int) -> None:
+            def work() -> int:
+                inner(segment)
+                return 0
+
+            device = segment % self.layout.pool_count
+            call = calls.start(device, work)
+            code = -call.status if call.wait(timeout_s) else errno.ETIMEDOUT
+            if code and code not in DISK_FULL:
+                health.note_trouble(device, f"room could not be set aside, errno {code}")
+            if code:
+                raise call.error or OSError(code, os.strerror(code))
+
+        self._segments.allocate = allocate
 
     def count(self, name: str, amount: int) -> None:
         """Add to a counter. The counters have a lock of their own, held for the addition."""
@@ -182,8 +232,9 @@ class Manager:
             ConfigError: a page is more than a segment, or than the write budget ever grants.
             UnsupportedError: pages in parts, in a store that was made before there were any.
         """
-        digest, parts = namespace.digest(), layout_of_parts(namespace.parts)
-        slot_bytes = _slot_bytes(stored_bytes(namespace.page_bytes, parts))
+        digest, trailer_bytes = namespace.digest(), self.layout.trailer_bytes
+        parts = layout_of_parts(namespace.parts, trailer_bytes)
+        slot_bytes = _slot_bytes(stored_bytes(namespace.page_bytes, parts, trailer_bytes))
         self._check_fits(namespace, slot_bytes)
         budget = self._budget
         if budget.bytes_per_day is not None and slot_bytes > budget.burst_bytes:
@@ -193,8 +244,9 @@ class Manager:
                 hint=f"use at least {BURSTS_PER_DAY * slot_bytes}, or none",
             )
         self.catalog.register_namespace(digest, namespace.canonical())
+        cleared = self.catalog.cleared(digest)
         with self.lock:
-            return self._entry(digest, namespace.describe())
+            return self._entry(digest, namespace.describe(), cleared)
 
     def _check_fits(self, namespace: Namespace, slot_bytes: int) -> None:
         if slot_bytes > self.layout.segment_bytes:
@@ -209,12 +261,18 @@ class Manager:
                 hint="use another path, or `tutti init --discard`",
             )
 
-    def _entry(self, digest: bytes, description: Mapping[str, Any]) -> Entry:
-        """The entry of a namespace; `description` as `Namespace.describe` gives it."""
+    def _entry(self, digest: bytes, description: Mapping[str, Any], cleared: int = 0) -> Entry:
+        """The entry of a namespace; `description` as `Namespace.describe` gives it.
+
+        Parameters
+            cleared: of a new entry, whose tree is empty; see `Entry`.
+        """
         entry = self._entries.get(digest)
         if entry is None:
-            parts = layout_of_parts(description.get("parts", ()))
-            page_bytes = stored_bytes(int(description["page_bytes"]), parts)
+            trailer_bytes = self.layout.trailer_bytes
+            parts = layout_of_parts(description.get("parts", ()), trailer_bytes)
+            plain_bytes = int(description["page_bytes"])
+            page_bytes = stored_bytes(plain_bytes, parts, trailer_bytes)
             key_bytes = int(description["key_bytes"])
             entry = Entry(
                 digest,
@@ -223,9 +281,20 @@ class Manager:
                 self._new_pages(page_bytes, key_bytes),
                 self.rules.make_admission(self._capacity_pages(page_bytes)),
                 parts=parts,
+                cipher=self._cipher(digest, plain_bytes, parts),
             )
+            entry.cleared = cleared
             self._entries[digest] = entry
+            self._clears.look_again()
         return entry
+
+    def _cipher(
+        self, digest: bytes, page_bytes: int, parts: PartLayout | None
+    ) -> PageCipher | None:
+        keyring = self.layout.keyring
+        if keyring is None:
+            return None
+        return PageCipher(keyring.namespace(digest), digest, page_bytes, parts)
 
     def _capacity_pages(self, page_bytes: int) -> int:
         return self.capacity_bytes // _slot_bytes(page_bytes)
@@ -252,6 +321,8 @@ class Manager:
     # ---- look-up ----
     def match(self, entry: Entry, keys: bytes, first: int, rooted: bool) -> int:
         """Return how many pages from page `first` on are stored without a gap."""
+        if time.monotonic_ns() >= self._clears.due_ns:
+            self.notice_clears()
         count = len(keys) // entry.key_bytes
         if rooted and not self._unwell_reads():
             with self.lock:
@@ -275,6 +346,7 @@ class Manager:
 
     def locate(self, entry: Entry, keys: bytes, first: int, rooted: bool) -> Locations:
         """Return the locations of pages `first` .. end of the chain."""
+        self.notice_clears()
         count = len(keys) // entry.key_bytes
         with self.lock:
             shown = self._shown_count(entry, keys) if rooted else self._shown_loose(entry, count)
@@ -346,9 +418,14 @@ class Manager:
         """
         width = entry.key_bytes
         part = keys[start * width : stop * width]
-        found, records = self.catalog.lookup(entry.record_keys(part))
+        try:
+            found, records = self.catalog.lookup(entry.record_keys(part))
+        except DeviceError as error:  # what only the catalog knows is a miss until it can be read
+            self._note_catalog_error(error)
+            return Locations.absent(stop - start)
         found &= _same_pages(records, entry, part)
         found &= records["segment"] < self.layout.segment_count  # else: grown by another process
+        found &= records["generation"] > entry.cleared
         ttl_ns = entry.limits.ttl_ns
         if rooted and ttl_ns is not None and time.monotonic_ns() - ttl_ns > self._opened:
             # What was there at opening, and was not found in the tree, was not used since.
@@ -392,6 +469,8 @@ class Manager:
                 return valid
             same = slots_of_records(records) == where.slot[foreign]
             valid[foreign] = found & same & (records["generation"] == where.generation[foreign])
+            if self.heat is not None:
+                self.heat.note(where.slot[foreign[valid[foreign]]], time.monotonic_ns())
         return valid
 
     def record_keys(self, entry: Entry, keys: bytes, index: npt.NDArray[np.intp]) -> bytes:
@@ -415,6 +494,14 @@ class Manager:
         with self.lock:
             entry.pages.unpin(keys)
 
+    def page_count(self) -> int:
+        """Records in the catalog, of all processes; where it cannot be read, the last figure."""
+        try:
+            self._page_count = self.catalog.record_count()
+        except DeviceError as error:
+            self._note_catalog_error(error)
+        return self._page_count
+
     def used_bytes(self) -> int:
         """Bytes of slots in use in this process's segments that were scanned so far."""
         with self.lock:
@@ -430,6 +517,12 @@ class Manager:
         """The load touches no slot any more."""
         with self.slots_returned:
             self.space.end_load(start)
+            self.slots_returned.notify_all()
+
+    def narrow_load(self, start: int, slots: U64) -> None:
+        """A load is late and reads these slots: what is given up elsewhere does not wait for it."""
+        with self.slots_returned:
+            self.space.narrow_load(start, slots)
             self.slots_returned.notify_all()
 
     def drop(
@@ -453,6 +546,13 @@ class Manager:
             }
             if left and not rooted:  # read by their keys alone, they may stand in the tree
                 entry.pages.drop_generations(left)
+
+    def forgive(self, generations: list[int]) -> None:
+        """Offer pages again that were forgotten, whose records are there still."""
+        if generations:
+            with self.lock:
+                for generation in generations:
+                    self._condemned.pop(generation, None)
 
     # ---- space (saver thread) ----
     def reserve(
@@ -483,13 +583,13 @@ class Manager:
         taken: list[U64] = []
         room = _Room(entry, keys if rooted else b"", sweep, time.monotonic() + wait_s)
         fresh = packed_rows(keys, entry.key_bytes)[index].tobytes()
-        if self.health is not None and self.health.unwell_writes:
-            self.health.tick()
+        if not self._can_write():
             self.count("pages_refused_unwell", len(index))
             return np.empty(0, dtype=np.uint64)
         wanted = self._admitted_count(entry, fresh) if choosy else len(index)
         wanted = self._affordable_count(entry, wanted)
         try:
+            self._remove_cleared()
             self._segments.open_pools(entry.slot_bytes)
             self._expire()
             parts = [(wanted, math.inf)]
@@ -509,8 +609,19 @@ class Manager:
         short = wanted - sum(map(len, taken))
         if short:
             self._budget.give_back(short * entry.slot_bytes)
-            self.count("pages_refused_worth" if room.refused else "pages_refused_full", short)
+            why = "unwell" if self.catalog.commits.refused else "full"
+            self.count(f"pages_refused_{'worth' if room.refused else why}", short)
         return np.concatenate(taken) if taken else np.empty(0, dtype=np.uint64)
+
+    def _can_write(self) -> bool:
+        """Whether catalog and devices take anything; pools that are left alone are shut."""
+        unwell: frozenset[int] = frozenset()
+        if self.health is not None and not self.health.all_well:
+            self.health.tick()
+            unwell = self.health.unwell_writes
+        with self.lock:
+            self.space.shut = unwell
+        return len(unwell) < self.layout.pool_count and self.catalog.takes_commits()
 
     def _reserve_part(self, room: _Room, count: int, taken: list[U64]) -> bool:
         """Add slots for `count` pages to `taken`; False if that is not possible for all."""
@@ -585,6 +696,8 @@ class Manager:
             return True
         if self._segments.adopt():
             return True
+        if len(self.space.shut) == self.layout.pool_count:
+            return False  # nothing can be written: evicting would not help
         room.sweep()
         with self.slots_returned:
             if self.space.free_count(slot_bytes):
@@ -618,11 +731,20 @@ class Manager:
         descriptions = self.catalog.namespaces()
         for digest in set(records["namespace"].tolist()) & descriptions.keys():
             chosen = order[records["namespace"][order] == np.void(digest)]
-            description = json.loads(descriptions[digest])
+            description = described(digest, descriptions[digest])
+            if description is None:
+                continue
             width = int(description["key_bytes"])
+            chosen = chosen[_named_right(digest, width, record_keys[chosen], records[chosen])]
+            with self.lock:
+                entry = self._entry(digest, description)
+            old = records["generation"][chosen] <= entry.cleared
+            with self.lock:
+                self._clears.add_leftover(entry, _pages(record_keys, records, chosen[old]))
+            chosen = chosen[~old]
             learnt = build_pages(width, record_keys[chosen].tobytes(), records[chosen])
             with self.lock:
-                self._entry(digest, description).pages.absorb(learnt)
+                entry.pages.absorb(learnt)
 
     # ---- eviction (saver thread) ----
     def _make_room_in_catalog(self, room: _Room, count: int) -> None:
@@ -677,6 +799,9 @@ class Manager:
         Pages of another size go first where they are older; their segments are recycled when empty.
         """
         self.restored.wait()
+        if self._unrestored:
+            self._unrestored = False
+            self.restore()
         while self._scan_segment():
             pass
         victims: list[tuple[bytes, int, int]] = []
@@ -699,6 +824,9 @@ class Manager:
                         break
                     owner, victim = choice
                     looked_at += victim.span
+                    if room.spares and self._is_read_elsewhere(owner, victim):
+                        room.spares -= 1
+                        continue
                     retired = self._retire(owner, victim)
                     victims += retired
                     if slot_bytes is None or owner.slot_bytes == slot_bytes:
@@ -711,6 +839,20 @@ class Manager:
             return False
         self._remove_retired(victims)
         self.count("evicted_pages", len(victims))
+        return True
+
+    def _is_read_elsewhere(self, owner: Entry, victim: Victim) -> bool:
+        """Whether another process has read pages since they were used here; they count as used now.
+
+        So a leaf is spared once for each such time.
+        """
+        if self.heat is None or victim.leaf is None:
+            return False
+        now = self._tick()
+        if self.heat.last_read(victim.slot, now) <= victim.last_use:
+            return False
+        owner.pages.tree.use(victim.leaf, now)
+        self.count("leaves_spared", 1)
         return True
 
     def _retire(self, owner: Entry, victim: Victim) -> list[tuple[bytes, int, int]]:
@@ -796,8 +938,9 @@ class Manager:
             published = self.catalog.publish([pages for *_, pages, _ in groups])
         except (StoreFullError, DeviceError) as error:
             self._note_catalog_error(error)
-            # A passing trouble must not make the store smaller.
-            if error.errno in DISK_FULL or not error.retryable:
+            # A passing trouble must not make the store smaller, nor one that lies elsewhere.
+            full = isinstance(error, StoreFullError) and not error.retryable
+            if full or error.errno in DISK_FULL:
                 self.catalog.note_full()
             for *_, pages, _ in groups:
                 self.cancel(pages.slot)
@@ -840,74 +983,160 @@ class Manager:
         self.catalog.remove(others)
 
     def clear(self, entry: Entry) -> int:
-        """Remove every page of a namespace; returns how many records went."""
+        """Remove every page of a namespace; returns how many records went.
+
+        What other processes save from now on stays.
+        """
         self.restored.wait()
         while self._scan_segment():
             pass
+        until = self._announce_clear(entry)
         self._empty(entry)
         with self.lock:
             expired_pages, self._expired = self._expired, []
         self._unremoved += expired_pages
         count = 0
         for keys, records, _ in self.catalog.scan_records(_RESTORE_CHUNK):
-            mine = np.flatnonzero(records["namespace"] == np.void(entry.digest))
-            slots = slots_of_records(records)
-            batch = [
-                (record_key_at(keys, i), int(slots[i]), int(records["generation"][i]))
-                for i in mine.tolist()
-            ]
-            if batch:
+            mine = records["namespace"] == np.void(entry.digest)
+            mine &= records["generation"] <= until
+            if batch := _pages(np.frombuffer(keys, dtype="V16"), records, np.flatnonzero(mine)):
                 self.remove_dropped(entry, batch)
                 count += len(batch)
         if self._unremoved:
             self._remove_retired([])
         self._empty(entry)  # of what look-ups found in the catalog meanwhile
+        self._remove_cleared()
         return count
+
+    def _announce_clear(self, entry: Entry) -> int:
+        """Let all processes know; returns the generation up to which pages go."""
+        try:
+            until = self.catalog.note_clear(entry.digest)
+        except StoreFullError:  # no room for the note; the others find out when a load fails
+            until = self.catalog.sequence()
+        with self.lock:
+            entry.cleared = max(entry.cleared, until)
+        return until
 
     def _empty(self, entry: Entry) -> None:
         with self.lock:
-            empty = self._new_pages(entry.page_bytes, entry.key_bytes)
-            empty.pins = entry.pages.pins
-            entry.pages = empty
+            entry.pages = self._emptied(entry)
+
+    def _emptied(self, entry: Entry) -> NamespacePages:
+        empty = self._new_pages(entry.page_bytes, entry.key_bytes)
+        empty.pins = entry.pages.pins
+        return empty
+
+    def notice_clears(self) -> None:
+        """Hide what another process has cleared. Any thread.
+
+        Cost       a look at the clock; now and then a look-up in the catalog, see `clears.LOOK_NS`.
+        """
+        if time.monotonic_ns() < self._clears.due_ns:
+            return
+        with self.lock:
+            namespaces = list(self._entries)
+        marks = self._clears.look(namespaces)
+        emptied: list[Entry] = []
+        with self.lock:
+            for digest, until in marks.items():
+                entry = self._entries[digest]
+                if until <= entry.cleared:
+                    continue
+                entry.cleared = until
+                emptied.append(entry)
+                if entry.pages.page_count:
+                    self._clears.add(entry, entry.pages)
+                    entry.pages = self._emptied(entry)
+        for entry in emptied:
+            self.count("clears_noticed", 1)
+            if self.on_clear is not None:
+                self.on_clear(entry)
+
+    def _remove_cleared(self) -> None:
+        """Give up the slots of what other processes have cleared; put back what came later."""
+        if not self._clears.waiting:
+            return
+        self.restored.wait()
+        while self._scan_segment():
+            pass
+        with self.lock:
+            aside, leftover = self._clears.take()
+            for tree in aside:
+                tree.put_back(tree.entry.pages)
+        for tree in aside:
+            leftover.append((tree.entry, tree.cleared()))
+        for entry, pages in leftover:
+            self.remove_dropped(entry, pages)
 
     # ---- restart ----
     def restore(self) -> None:
-        """Fill the trees from the catalog; runs once, in the background, after opening."""
+        """Fill the trees from the catalog; runs once, in the background, after opening.
+
+        What could not be read then is read when room is needed: a page in no tree is never evicted.
+        """
         try:
             self.catalog.warm(lambda: self._stopping)
             parts: dict[bytes, list[tuple[bytes, Records]]] = {}
-            for keys, records, _ in self.catalog.scan_records(_RESTORE_CHUNK):
+            damaged = 0
+            for keys, records, unsound in self.catalog.scan_records(_RESTORE_CHUNK):
                 if self._stopping:
                     return
+                damaged += unsound
                 for digest in set(records["namespace"].tolist()):
                     chosen = np.flatnonzero(records["namespace"] == np.void(digest))
                     rows = np.frombuffer(keys, dtype="V16")[chosen]
                     parts.setdefault(digest, []).append((rows.tobytes(), records[chosen]))
             descriptions = self.catalog.namespaces()
             for digest, chunks in parts.items():
-                if digest in descriptions and not self._stopping:
-                    self._restore_namespace(digest, json.loads(descriptions[digest]), chunks)
+                description = described(digest, descriptions.get(digest, b""))
+                if description is None:
+                    damaged += sum(len(records) for _, records in chunks)
+                elif not self._stopping:
+                    damaged += self._restore_namespace(digest, description, chunks)
+            if damaged:
+                self.count("damaged_records", damaged)
+                logger.warning(
+                    "%d records in the catalog are damaged, so their pages are misses; "
+                    "`tutti verify --repair` drops them",
+                    damaged,
+                )
         except Exception:
-            logger.exception("the index could not be restored; look-ups go to the catalog")
+            self._unrestored = True
+            if not self._stopping:  # else the catalog was closed meanwhile
+                logger.exception("the index could not be restored; look-ups go to the catalog")
         finally:
             self.restored.set()
 
     def _restore_namespace(
         self, digest: bytes, description: dict[str, Any], chunks: list[tuple[bytes, Records]]
-    ) -> None:
+    ) -> int:
+        """Build a namespace's tree; returns how many records stand under a wrong key."""
         width = int(description["key_bytes"])
         records = np.concatenate([r for _, r in chunks])
+        keys = np.frombuffer(b"".join(k for k, _ in chunks), dtype="V16")
+        right = _named_right(digest, width, keys, records)
+        damaged = int(np.count_nonzero(~right))
+        cleared = self.catalog.cleared(digest)
         with self.lock:
-            page_bytes = self._entry(digest, description).page_bytes
-        policy = make_policy(self.rules.policy, self._capacity_pages(page_bytes))
-        restored = build_pages(width, b"".join(k for k, _ in chunks), records, policy)
+            entry = self._entry(digest, description, cleared)
+            old = records["generation"] <= cleared
+            self._clears.add_leftover(entry, _pages(keys, records, np.flatnonzero(right & old)))
+        right &= ~old
+        if not right.all():
+            keys, records = keys[right], records[right]
+        policy = make_policy(self.rules.policy, self._capacity_pages(entry.page_bytes))
+        restored = build_pages(width, keys.tobytes(), records, policy)
         restored.opened = self._opened
         with self.lock:
-            entry = self._entry(digest, description)
             if self._condemned:
                 restored.drop_generations(set(self._condemned))
+            if entry.cleared > cleared:  # just now
+                self._clears.add(entry, restored)
+                return damaged
             restored.absorb(entry.pages)
             entry.pages = restored
+        return damaged
 
     def stop(self) -> None:
         """Ask a running `restore` to end soon."""
@@ -924,6 +1153,22 @@ def _locations(records: Records) -> Locations:
         records["checksum"].astype(np.uint64),
         records["generation"].astype(np.uint64),
     )
+
+
+def _pages(
+    record_keys: npt.NDArray[np.void], records: Records, index: npt.NDArray[np.intp]
+) -> list[tuple[bytes, int, int]]:
+    """Record key, slot and generation of some records."""
+    slots, generations = slots_of_records(records), records["generation"]
+    return [(record_keys[i].tobytes(), int(slots[i]), int(generations[i])) for i in index.tolist()]
+
+
+def _named_right(
+    digest: bytes, width: int, record_keys: npt.NDArray[np.void], records: Records
+) -> npt.NDArray[np.bool_]:
+    """Whether each record stands under its own key; under another it is damage, or a second one."""
+    own = hashing.record_keys(digest, page_keys_of(records, width).tobytes(), width)
+    return np.asarray(np.frombuffer(own, dtype="V16") == record_keys, dtype=np.bool_)
 
 
 def _same_pages(records: Records, entry: Entry, keys: bytes) -> npt.NDArray[np.bool_]:

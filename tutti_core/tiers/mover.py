@@ -14,6 +14,7 @@ promotions without one, and those that the queue has no room for are forgotten.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
@@ -27,9 +28,9 @@ import numpy.typing as npt
 
 from tutti_core.errors import BusyError, TuttiError
 from tutti_core.geometry import PageFragments
-from tutti_core.index.catalog import record_key_at
+from tutti_core.index.catalog import packed_rows, record_key_at
 from tutti_core.index.radix import NO_SLOT, Locations
-from tutti_core.io.transport import BatchResult, Op, Transport
+from tutti_core.io.transport import BatchResult, Op, Transport, start_batch
 from tutti_core.keys import PageKeys
 from tutti_core.tiers.health import Health
 from tutti_core.tiers.manager import Entry, Manager
@@ -174,6 +175,7 @@ class Mover:
         self._flushes: list[threading.Event] = []
         self._stopping = False
         self._ended = False
+        self._closing = False
         self._busy = False
         self._rest_until_s = 0.0
         self._stuck: list[_Stuck] = []
@@ -219,20 +221,28 @@ class Mover:
         index: Indices,
     ) -> None:
         """Have loaded pages copied into a faster tier; forgotten when too much is waiting."""
-        if len(self._promotions) >= PROMOTIONS_MAX or self._ended:
+        if len(self._promotions) >= PROMOTIONS_MAX or self._ended or self._closing:
             self._manager.count("promotions_dropped", len(index))
             return
         epoch = target.epoch(entry)
         with self._changed:
+            if self._closing:
+                return
             self._promotions.append(
                 _Promotion(target, source, entry, epoch, keys.data, keys.rooted, index)
             )
             self._changed.notify()
 
-    def flush(self, timeout_s: float) -> bool:
-        """Write all unsaved pages down; False if some are left at the deadline or cannot be."""
+    def flush(self, timeout_s: float, *, closing: bool = False) -> bool:
+        """Write all unsaved pages down; False if some are left at the deadline or cannot be.
+
+        `closing` ends promotions before: after the flush one could take pages off the drives.
+        """
         done = threading.Event()
         with self._changed:
+            if closing:
+                self._closing = True
+                self._promotions.clear()
             if self._ended:
                 return self._all_saved()
             self._flushes.append(done)
@@ -425,7 +435,7 @@ class Mover:
             _abandon(tier, write)
             self._rest_until_s = time.monotonic() + FAILURE_PAUSE_S
             return
-        while not write.ticket.done():  # the saver ends every ticket, also when it fails
+        while not write.ticket.done():  # it ends: see `Saver.enqueue`
             try:
                 write.ticket.wait(self._io_timeout_s)
             except BusyError:
@@ -466,6 +476,8 @@ class Mover:
     def _promote_batch(self) -> None:
         """Copy the next few pages of the oldest promotion."""
         with self._changed:
+            if not self._promotions:  # the store is being closed
+                return
             promotion = self._promotions[0]
             count = pages_per_move(promotion.entry.slot_bytes)
             index, promotion.index = promotion.index[:count], promotion.index[count:]
@@ -534,8 +546,9 @@ class Mover:
         result = self._read(promotion.target, entry, where, memory, slots, started)
         if result is None:
             return
-        good = _arrived(entry, result, where, memory)
+        rows = packed_rows(keys, entry.key_bytes)[index]
         try:
+            good = _arrived(entry, rows, result, where, memory)
             good &= self._manager.still_there(entry, keys, index, where, started)
         finally:
             self._manager.end_load(started)
@@ -570,9 +583,10 @@ class Mover:
         """Read pages from the devices; None where there is no result (yet): all is seen to then."""
         device, offset = self._manager.extents(where.slot, entry.slot_bytes)
         batch = page_batch(Op.READ, device, offset, memory, len(slots), entry.parts is None)
-        try:
-            ticket = self._transport.submit(batch)
-        except BusyError:
+        ticket: int | None = None
+        with contextlib.suppress(BusyError):
+            ticket = start_batch(self._transport, batch, self._manager.count)
+        if ticket is None:
             self._manager.end_load(started)
             tier.cancel(slots)
             return None
@@ -585,6 +599,7 @@ class Mover:
             if time.monotonic() > deadline_s or self._stopping:
                 if not self._stopping:
                     self._health.note_late(device.tolist())
+                    self._manager.narrow_load(started, where.slot)
                 self._manager.count("reads_stuck", 1)
                 self._stuck.append(_Stuck(ticket, tier, slots, started, memory))
                 return None
@@ -654,8 +669,10 @@ class Mover:
         )
         recorded = np.ones(len(index), dtype=np.bool_)
         self._manager.drop(entry, keys, index, rooted, where.generation, recorded)
-        while not self._saver.enqueue(job) and not self._stopping:
-            time.sleep(_POLL_S)  # the queue is full; the records must go, or the slots are lost
+        # The records must go, or the slots are lost. The queue is full, and the saver empties it;
+        # one that has failed takes nothing any more, and the slots are found at the next opening.
+        while not (self._saver.enqueue(job) or self._saver.failed or self._stopping):
+            time.sleep(_POLL_S)
 
     def _collect_stuck(self) -> None:
         """Give back the slots of reads that were given up and have ended since."""
@@ -669,14 +686,23 @@ class Mover:
         self._stuck = still
 
 
-def _arrived(entry: Entry, result: BatchResult, where: Locations, memory: PageFragments) -> Mask:
-    """Which pages of a finished read are there, whole and right."""
+def _arrived(
+    entry: Entry,
+    keys: npt.NDArray[np.uint8],
+    result: BatchResult,
+    where: Locations,
+    memory: PageFragments,
+) -> Mask:
+    """Which pages of a finished read, of these keys, are there, whole, right and decrypted."""
     good: Mask = result.status == 0
+    read = np.flatnonzero(good)
     if entry.parts is None:
         good &= result.checksum == where.checksum
-        return good
-    read = np.flatnonzero(good)
-    good[read] = entry.parts.sound(memory.address[read, 0], where.checksum[read])
+    else:
+        good[read] = entry.parts.sound(memory.address[read, 0], where.checksum[read])
+    if entry.cipher is not None:
+        read = np.flatnonzero(good)
+        good[read] = entry.cipher.decrypt_stored(keys[read], memory.address[read, 0])
     return good
 
 

@@ -3,7 +3,8 @@
     | header, 4 KiB | part 0, padded | part 1, padded | ...
 
 A part is padded to whole blocks, so that each can be read alone. The header has a checksum for each
-part; the record's checksum covers the header and part 0. See `format.PART_HEADER`.
+part; the record's checksum covers the header and part 0. See `format.PART_HEADER`. In an encrypted
+store a trailer follows each part, before its padding, and counts as of the part for the checksums.
 """
 
 from __future__ import annotations
@@ -31,17 +32,21 @@ class PartLayout:
 
     Parameters
         part_bytes: lengths of the parts, in order.
+        trailer_bytes: of what follows each part.
     """
 
-    def __init__(self, part_bytes: Sequence[int]) -> None:
+    def __init__(self, part_bytes: Sequence[int], trailer_bytes: int = 0) -> None:
         self.part_bytes = tuple(part_bytes)
-        padded = [-(-size // BLOCK_BYTES) * BLOCK_BYTES for size in part_bytes]
+        self.unit_bytes = tuple(size + trailer_bytes for size in part_bytes)
+        """Lengths of the parts with their trailers: what the checksums cover."""
+        padded = [-(-size // BLOCK_BYTES) * BLOCK_BYTES for size in self.unit_bytes]
         self.pad_bytes = [p - size for p, size in zip(padded, part_bytes, strict=True)]
+        """How far each part is from the next one."""
         ends = np.cumsum([PART_HEADER_BYTES, *padded])
         self.offset_bytes = tuple(ends[:-1].tolist())
         """Where each part starts in the stored page."""
         self.stored_bytes = int(ends[-1])
-        self.first_bytes = PART_HEADER_BYTES + self.part_bytes[0]
+        self.first_bytes = PART_HEADER_BYTES + self.unit_bytes[0]
         """What the record's checksum covers."""
 
     @property
@@ -77,15 +82,50 @@ class PartLayout:
         Cost       one pass over the bytes, with the GIL released.
         """
         ranges = self.fragment_ranges(pages.length_bytes)
+        headers = self._headers(digest, keys, self._checksums(pages, ranges))
+        address, lengths = self._padded(pages, ranges, block_addresses(headers))
+        return PageFragments(address, lengths, (headers, _ZEROS, pages.owner))
+
+    def padded(self, pages: PageFragments) -> PageFragments:
+        """Pages with zeros where they are stored with headers, trailers and padding."""
+        ranges = self.fragment_ranges(pages.length_bytes)
+        headers = np.full(pages.page_count, zeros_address(), dtype=np.uint64)
+        address, lengths = self._padded(pages, ranges, headers)
+        return PageFragments(address, lengths, pages.owner)
+
+    def finish_encrypted(
+        self, digest: bytes, keys: npt.NDArray[np.uint8], rows: npt.NDArray[np.uint8]
+    ) -> None:
+        """Put headers and padding to pages, one a row, whose parts and trailers are in place."""
+        address = np.uint64(rows.ctypes.data) + np.arange(len(rows), dtype=np.uint64) * np.uint64(
+            rows.strides[0]
+        )
+        for offset, unit in zip(self.offset_bytes, self.unit_bytes, strict=True):
+            padded = offset + -(-unit // BLOCK_BYTES) * BLOCK_BYTES
+            rows[:, offset + unit : padded] = 0
+        headers = self._headers(digest, keys, self._checksums(*self._units_at(address)))
+        rows[:, :PART_HEADER_BYTES] = headers
+
+    def _headers(
+        self, digest: bytes, keys: npt.NDArray[np.uint8], checksums: U64
+    ) -> npt.NDArray[np.uint8]:
+        """Headers of pages, as blocks."""
         headers = aligned_blocks(len(keys))
         head = headers.view(PART_HEADER)[:, 0]
         head["magic"] = np.void(PART_MAGIC)
         head["parts"] = self.count
         headers[:, _KEY_AT : _KEY_AT + keys.shape[1]] = keys
         head["namespace"] = np.void(digest)
-        head["checksum"][:, : self.count] = self._checksums(pages, ranges)
-        address, lengths = self._padded(pages, ranges, block_addresses(headers))
-        return PageFragments(address, lengths, (headers, _ZEROS, pages.owner))
+        head["checksum"][:, : self.count] = checksums
+        return headers
+
+    def _units_at(self, address: U64) -> tuple[PageFragments, list[tuple[int, int]]]:
+        """The parts of whole stored pages in memory, each with its trailer; one fragment a part."""
+        offsets = np.array(self.offset_bytes, dtype=np.uint64)
+        parts = PageFragments(
+            address[:, None] + offsets, np.array(self.unit_bytes, dtype=np.uint64)
+        )
+        return parts, [(i, i + 1) for i in range(self.count)]
 
     def _checksums(self, pages: PageFragments, ranges: list[tuple[int, int]]) -> U64:
         """(n, parts): XXH3-64 of each part of each page."""
@@ -136,11 +176,7 @@ class PartLayout:
             np.ascontiguousarray(address),
             np.full(count, PART_HEADER_BYTES, dtype=np.uint64),
         )
-        offsets = np.array(self.offset_bytes, dtype=np.uint64)
-        parts = PageFragments(
-            address[:, None] + offsets, np.array(self.part_bytes, dtype=np.uint64)
-        )
-        found = self._checksums(parts, [(i, i + 1) for i in range(self.count)])
+        found = self._checksums(*self._units_at(address))
         good &= (found == self.expected(headers)).all(axis=1)
         return np.asarray(good, dtype=np.bool_)
 
@@ -150,14 +186,14 @@ class PartLayout:
         return checksums
 
 
-def layout_of_parts(part_bytes: Sequence[int]) -> PartLayout | None:
+def layout_of_parts(part_bytes: Sequence[int], trailer_bytes: int = 0) -> PartLayout | None:
     """The layout of pages in these parts; None for pages that are stored whole."""
-    return PartLayout(part_bytes) if part_bytes else None
+    return PartLayout(part_bytes, trailer_bytes) if part_bytes else None
 
 
-def stored_bytes(page_bytes: int, parts: PartLayout | None) -> int:
+def stored_bytes(page_bytes: int, parts: PartLayout | None, trailer_bytes: int = 0) -> int:
     """How many bytes of a slot a page takes."""
-    return page_bytes if parts is None else parts.stored_bytes
+    return page_bytes + trailer_bytes if parts is None else parts.stored_bytes
 
 
 def aligned_blocks(count: int) -> npt.NDArray[np.uint8]:
@@ -173,4 +209,10 @@ def block_addresses(blocks: npt.NDArray[np.uint8]) -> U64:
     return start + np.arange(len(blocks), dtype=np.uint64) * np.uint64(PART_HEADER_BYTES)
 
 
-_ZEROS = aligned_blocks(1)[0]
+def zeros_address() -> int:
+    """Where there are as many zeros as any padding needs, for as long as the process lives."""
+    return int(_ZEROS.ctypes.data)
+
+
+_ZEROS = aligned_blocks(2).reshape(-1)
+"""Padding, a trailer included, is less than a block and a trailer."""

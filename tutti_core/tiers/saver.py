@@ -9,21 +9,34 @@ from __future__ import annotations
 
 import errno
 import logging
+import os
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+from tutti_core.arguments import seconds_of
 from tutti_core.errors import BusyError, DeviceError, InternalError, StoreFullError
 from tutti_core.format import ROOT_PARENT, UNKNOWN_PARENT
 from tutti_core.geometry import PageFragments
 from tutti_core.index.catalog import RECORD_KEY_BYTES, NewPages, packed_rows
-from tutti_core.io.transport import BATCHES_IN_FLIGHT_MAX, Batch, BatchResult, Op, Transport
+from tutti_core.io.transport import (
+    BATCHES_IN_FLIGHT_MAX,
+    Batch,
+    BatchResult,
+    Op,
+    Transport,
+    check_owner,
+    start_batch,
+)
+from tutti_core.tiers.cipher import Rows, Windows, rows_of
+from tutti_core.tiers.device_calls import DeviceCalls
 from tutti_core.tiers.health import Health
 from tutti_core.tiers.manager import Entry, Manager
 
@@ -34,6 +47,7 @@ GROUP_BYTES_MAX = 512 << 20
 GROUP_JOBS_MAX = BATCHES_IN_FLIGHT_MAX // 4
 """Each job is a batch, and two groups are in flight: half of the batches are left to the loads."""
 JOBS_MAX = 4096
+_WINDOW_POLL_S = 0.02
 
 Indices = npt.NDArray[np.intp]
 U64 = npt.NDArray[np.uint64]
@@ -48,6 +62,7 @@ class SaveTicket:
     def __init__(self, stored: npt.NDArray[np.bool_]) -> None:
         self._stored = stored
         self._done = threading.Event()
+        self._pid = os.getpid()
         self.cancelled = False
 
     def done(self) -> bool:
@@ -57,10 +72,16 @@ class SaveTicket:
     def wait(self, timeout_s: float | None = None) -> npt.NDArray[np.bool_]:
         """Return one bool a page: stored (durably, unless the store was opened otherwise).
 
+        Every ticket ends: the saver's thread, and the copier's, answer what they were given also
+        when they stop or fail. How long that takes depends on the devices.
+
         Raises
             BusyError: not finished after `timeout_s`; wait again. The memory is still in use.
+            StoreClosedError: in a forked child, whose parent alone will hear the result.
         """
-        if not self._done.wait(timeout_s):
+        if not self._done.is_set():
+            check_owner(self._pid)
+        if not self._done.wait(None if timeout_s is None else seconds_of(timeout_s)):
             raise BusyError(f"the save is not finished after {timeout_s} s", op="save")
         return self._stored
 
@@ -187,8 +208,8 @@ class UpperTiers(Protocol):
         """A request was saved; see `Policy.settled`."""
         ...
 
-    def clear(self, entry: Entry) -> int:
-        """Empty a namespace; returns how many of its pages were in memory only."""
+    def clear(self, entry: Entry, devices: Callable[[], int]) -> int:
+        """Empty a namespace, of which `devices` removes what is on those; returns its pages."""
         ...
 
 
@@ -210,14 +231,28 @@ class DropJob:
     pages: list[tuple[bytes, int, int]]
 
 
+@dataclass(slots=True, eq=False)
+class _Write:
+    """A batch on its way; `window` holds its ciphertext, where pages are encrypted."""
+
+    ticket: int
+    device: npt.NDArray[np.uint32]
+    window: Rows | None = None
+    result: BatchResult | None = None
+
+
 @dataclass(slots=True)
 class _Writing:
-    """A job whose first `len(pages.slot)` pages are being written."""
+    """A job whose first `len(pages.slot)` pages are being written, in one batch or some.
+
+    epochs      of the devices, before the first of them was submitted; see DeviceCalls.
+    """
 
     job: SaveJob
     pages: NewPages
     device: npt.NDArray[np.uint32]
-    ticket: int
+    batches: list[_Write]
+    epochs: tuple[int, ...] = ()
     kept: Any = None
 
 
@@ -229,6 +264,7 @@ class Saver:
 
     Parameters
         health: told how writes end.
+        calls: flushes, and knows which writes a flush does not cover.
         flush: make written pages durable before they are published.
         backlog_bytes: bound on page bytes that wait or are being written.
         sweep: lets finished loads return their slots.
@@ -242,6 +278,7 @@ class Saver:
         transport: Transport,
         health: Health,
         *,
+        calls: DeviceCalls,
         flush: bool,
         backlog_bytes: int,
         io_timeout_s: float,
@@ -252,6 +289,7 @@ class Saver:
         self._manager = manager
         self._transport = transport
         self._health = health
+        self._calls = calls
         self._flush = flush
         self._backlog_bytes = backlog_bytes
         self._io_timeout_s = io_timeout_s
@@ -263,6 +301,9 @@ class Saver:
         self._changed = threading.Condition()
         self._stopping = False
         self._failed = False
+        self._windows = Windows()
+        self._encrypted: deque[_Write] = deque()
+        """The batches that have a window, the oldest first."""
         self._stuck: list[_Writing] = []
         self._unanswered: list[Job] = []  # keeps the memory of their transfers alive
         self._thread = threading.Thread(target=self._run, name="tutti-saver", daemon=True)
@@ -270,7 +311,11 @@ class Saver:
 
     # ---- any thread ----
     def enqueue(self, job: Job) -> bool:
-        """Queue a job; False when the backlog is full or the saver has stopped."""
+        """Queue a job; False when the backlog is full or the saver has stopped.
+
+        What is queued is answered: the thread ends only when the queue is empty, or by `_give_up`,
+        which answers all of it and lets nothing more in.
+        """
         length = job.length_bytes if isinstance(job, SaveJob) else 0
         with self._changed:
             full = len(self._jobs) >= JOBS_MAX or (
@@ -287,6 +332,11 @@ class Saver:
         """Page bytes queued or being written."""
         return self._pending_bytes
 
+    @property
+    def failed(self) -> bool:
+        """Whether it has stopped for good because an invariant broke."""
+        return self._failed
+
     def stop(self, timeout_s: float) -> bool:
         """Finish what is queued, then end the thread; False if it is still busy at the deadline."""
         with self._changed:
@@ -298,21 +348,18 @@ class Saver:
     # ---- the thread ----
     def _run(self) -> None:
         writing: list[_Writing] = []
-        while True:
-            group = self._take(wait=not writing)
-            if group is None:
-                break
-            try:
+        group: list[Job] | None = []
+        try:
+            while (group := self._take(wait=not writing)) is not None:
                 started = self._start([job for job in group if isinstance(job, SaveJob)])
                 self._finish(writing)
                 writing = started
                 for job in group:
                     if not isinstance(job, SaveJob):
                         self._do(job)
-            except Exception:
-                logger.exception("saving stopped: an invariant of the store broke")
-                self._give_up(group, writing)
-                break
+        except BaseException:  # whatever it is, those who wait must hear
+            logger.exception("saving stopped: an invariant of the store broke")
+            self._give_up(group or [], writing)
 
     def _take(self, wait: bool) -> list[Job] | None:
         """The next group: saves up to the group's bounds, or one other job. None at the end."""
@@ -364,6 +411,7 @@ class Saver:
                 self._end(job)
                 _release(job)
                 continue
+            epochs = self._calls.epochs()
             writing = self._submit(job, slots)
             if writing is None:
                 self._manager.count("pages_refused_busy", len(slots))
@@ -371,35 +419,121 @@ class Saver:
                 self._end(job)
                 _release(job)
             else:
+                writing.epochs = epochs
                 started.append(writing)
                 if self._upper is not None and job.keep:
-                    writing.kept = self._upper.keep(job, len(slots))
+                    writing.kept = self._upper.keep(job, len(writing.pages.slot))
         return started
 
     def _submit(self, job: SaveJob, slots: npt.NDArray[np.uint64]) -> _Writing | None:
+        """Start writing a job's pages to their slots; None if that is not possible in time."""
+        if job.entry.cipher is not None:
+            return self._submit_encrypted(job, slots)
         parts = job.entry.parts
         device, offset = self._manager.extents(slots, job.entry.slot_bytes)
         batch = page_batch(Op.WRITE, device, offset, job.fragments, len(slots), parts is None)
         pages = job.new_pages(len(slots), slots)
         if parts is not None:
             pages.checksum[:] = parts.record_checksums(job.fragments.part(0, len(slots)))
-        deadline_s = time.monotonic() + self._io_timeout_s
+        ticket = self._submit_batch(batch, time.monotonic() + self._io_timeout_s)
+        return None if ticket is None else _Writing(job, pages, device, [_Write(ticket, device)])
+
+    def _submit_batch(self, batch: Batch, deadline_s: float) -> int | None:
         while True:
             try:
-                ticket = self._transport.submit(batch)
+                return start_batch(self._transport, batch, self._manager.count)
             except BusyError:
                 self._sweep()
                 if time.monotonic() > deadline_s:
                     return None
                 time.sleep(0.001)
-                continue
-            return _Writing(job, pages, device, ticket)
+
+    def _submit_encrypted(self, job: SaveJob, slots: npt.NDArray[np.uint64]) -> _Writing | None:
+        """The same by way of windows: one is filled while others are being written.
+
+        Pages for which there is no window in time are refused.
+        """
+        entry, batches, checksums = job.entry, list[_Write](), list[U64]()
+        assert entry.cipher is not None
+        device, offset = self._manager.extents(slots, entry.slot_bytes)
+        keys = packed_rows(job.keys, entry.key_bytes)[job.index[: len(slots)]]
+        deadline_s, done = time.monotonic() + self._io_timeout_s, 0
+        while done < len(slots):
+            window = self._take_window(entry.slot_bytes, deadline_s)
+            if window is None:
+                break
+            rows = rows_of(window, entry.slot_bytes)
+            part = slice(done, min(done + len(rows), len(slots)))
+            pages = job.fragments.part(part.start, part.stop)
+            stored = entry.cipher.encrypt(keys[part], pages, rows)
+            batch = page_batch(
+                Op.WRITE, device[part], offset[part], stored, len(keys[part]), entry.parts is None
+            )
+            ticket = self._submit_batch(batch, deadline_s)
+            if ticket is None:
+                self._windows.give_back(window)
+                break
+            batches.append(_Write(ticket, device[part], window))
+            self._encrypted.append(batches[-1])
+            if entry.parts is not None:
+                checksums.append(entry.parts.record_checksums(stored))
+            done = part.stop
+        if done == 0:
+            return None
+        if done < len(slots):
+            self._manager.count("pages_refused_busy", len(slots) - done)
+            self._manager.cancel(slots[done:])
+            job.kept = int(job.index[done])
+        new = job.new_pages(done, slots[:done])
+        if checksums:
+            new.checksum[:] = np.concatenate(checksums)
+        return _Writing(job, new, device[:done], batches)
+
+    def _take_window(self, row_bytes: int, deadline_s: float) -> Rows | None:
+        """A window that nothing uses, waiting for one; None at the deadline."""
+        while True:
+            window = self._windows.take(row_bytes)
+            if window is not None:
+                return window
+            for write in list(self._encrypted):
+                self._collect(write, 0.0)
+            left_s = deadline_s - time.monotonic()
+            if self._encrypted and left_s > 0:  # another device may answer before this one
+                self._collect(self._encrypted[0], min(left_s, _WINDOW_POLL_S))
+            elif left_s <= 0:
+                for write in self._encrypted:
+                    self._health.note_late(write.device.tolist())
+                return None
+
+    def _collect(self, write: _Write, timeout_s: float) -> bool:
+        """Wait for a batch; False if it has not ended in time."""
+        if write.result is None:
+            write.result = self._transport.wait(write.ticket, timeout_s)
+            if write.result is not None and write.window is not None:
+                self._windows.give_back(write.window)
+                self._encrypted.remove(write)
+                write.window = None
+        return write.result is not None
+
+    def _result(self, writing: _Writing, timeout_s: float) -> BatchResult | None:
+        """Wait for all batches of a job; None if one has not ended in time."""
+        deadline_s = time.monotonic() + timeout_s
+        for write in writing.batches:
+            if not self._collect(write, max(deadline_s - time.monotonic(), 0.0)):
+                return None
+        results = [write.result for write in writing.batches if write.result is not None]
+        if len(results) == 1:
+            return results[0]
+        return BatchResult(
+            np.concatenate([result.status for result in results]),
+            np.concatenate([result.checksum for result in results]),
+        )
 
     def _finish(self, group: list[_Writing]) -> None:
         """Wait for a group's writes, make them durable, publish them, tell the waiters."""
         written = []
         for writing in group:
-            result = self._transport.wait(writing.ticket, self._io_timeout_s)
+            result = self._result(writing, self._patience_s(writing))
             if result is None:
                 # The memory and the slots stay taken until the device answers.
                 self._health.note_late(writing.device.tolist())
@@ -435,6 +569,12 @@ class Saver:
             self._end(writing.job)
         self._collect_stuck()
 
+    def _patience_s(self, writing: _Writing) -> float:
+        """How long to wait for a write: not at all if it needs a device that is left alone."""
+        unwell = self._health.unwell_writes
+        stalls = bool(unwell) and not unwell.isdisjoint(writing.device.tolist())
+        return 0.0 if stalls else self._io_timeout_s
+
     def _used_at(self, job: SaveJob) -> int | None:
         """The last use of pages that leave memory, where a TTL counts from it."""
         if self._upper is None or job.release is None or job.entry.limits.ttl_ns is None:
@@ -450,7 +590,13 @@ class Saver:
     def _flush_devices(self, group: list[_Writing]) -> dict[int, int]:
         """Flush the devices that a group wrote to; device -> 0 or a negative errno."""
         devices = {d for writing in group for d in set(writing.device.tolist())}
-        return {d: self._transport.flush(d) if self._flush else 0 for d in devices}
+        if not self._flush:
+            return dict.fromkeys(devices, 0)
+        flushed = self._calls.flush_all(devices, self._io_timeout_s)
+        for device, status in flushed.items():
+            if status == -errno.ETIMEDOUT:
+                self._health.note_trouble(device, "a flush does not end")
+        return flushed
 
     def _select(
         self, writing: _Writing, result: BatchResult, flushed: dict[int, int]
@@ -459,7 +605,10 @@ class Saver:
         status = result.status.copy()
         if writing.job.ticket.cancelled:
             status[status == 0] = -errno.ECANCELED  # the memory may have changed meanwhile
+        epochs = self._calls.epochs()
         for device, code in flushed.items():
+            if self._flush and code == 0 and epochs[device] != writing.epochs[device]:
+                code = -errno.EIO  # written before a flush that failed: nobody knows what is left
             if code:
                 status[(writing.device == device) & (status == 0)] = code
         self._health.note(Op.WRITE, writing.device, status)
@@ -483,8 +632,9 @@ class Saver:
             if isinstance(job, DropJob):
                 self._manager.remove_dropped(job.entry, job.pages)
             else:
-                job.removed = self._upper.clear(job.entry) if self._upper is not None else 0
-                job.removed += self._manager.clear(job.entry)
+                devices = partial(self._manager.clear, job.entry)
+                upper = self._upper
+                job.removed = devices() if upper is None else upper.clear(job.entry, devices)
         except (StoreFullError, DeviceError) as error:
             self._manager.count("catalog_errors", 1)
             if isinstance(job, ClearJob):
@@ -508,7 +658,7 @@ class Saver:
         """Give back the slots of writes that were given up and have ended since."""
         still = []
         for writing in self._stuck:
-            if self._transport.wait(writing.ticket, 0.0) is None:
+            if self._result(writing, 0.0) is None:
                 still.append(writing)
                 self._health.note_late(writing.device.tolist())
             else:

@@ -79,6 +79,9 @@ class Segments:
             if entry.lease == lease.number and number < layout.segment_count
         }
         self._adopted: set[int] = set()  # of `_unscanned`, those whose pages the trees lack
+        self.allocate: Callable[[int], None] = lambda n: preallocate_segment(layout, n)
+        """Sets a segment's room aside; raises OSError."""
+        self._unreturned: set[int] = set()  # claimed, without room on the disk
         self._no_claims_until_s = 0.0
         self._no_opening_until_s = 0.0
         self._no_adoption_until_s = 0.0
@@ -89,11 +92,17 @@ class Segments:
             have = self._space.pools_with_space(slot_bytes)
         now_s = time.monotonic()
         pause = now_s < max(self._no_claims_until_s, self._no_opening_until_s)
-        if len(have) == self._layout.pool_count or pause or self._unscanned:
+        if len(have | self._space.shut) == self._layout.pool_count or pause or self._unscanned:
             return
         for pool in range(self._layout.pool_count):
+            if pool in self._space.shut:
+                continue
             if pool not in have and not self.claim(slot_bytes, pool):
                 self._no_opening_until_s = now_s + _CLAIM_PAUSE_S
+
+    def claim_again(self) -> None:
+        """Ask for segments without waiting for the pause after a full disk to be over."""
+        self._no_claims_until_s = self._no_opening_until_s = 0.0
 
     @property
     def scanned(self) -> bool:
@@ -114,6 +123,10 @@ class Segments:
         slots = np.fromiter(used, dtype=np.uint64, count=len(used))
         good = found & (slots < self._layout.segment_bytes // slot_bytes)
         good &= slots_of_records(records) == slots | np.uint64(number << 32)
+        # What is cut for another size, or of a namespace that nothing describes, is damage.
+        good &= -(-records["length_bytes"].astype(np.int64) // BLOCK_BYTES) == entry.slot_blocks
+        described = self._catalog.namespaces()
+        good &= np.array([n in described for n in records["namespace"].tolist()], dtype=np.bool_)
         generations = records["generation"][good].tolist()
         taken = dict(zip(slots[good].tolist(), generations, strict=True))
         lost = {slot: key for slot, key in used.items() if slot not in taken}
@@ -123,7 +136,7 @@ class Segments:
         with self._lock:
             self._space.add(number, number % self._layout.pool_count, slot_bytes, taken)
         keys = np.array(list(used.values()), dtype="V16")
-        new = found & (number in self._adopted)
+        new = good & (number in self._adopted)
         self._adopted.discard(number)
         return Scanned(keys[new], records[new], records["namespace"][good].tolist())
 
@@ -131,25 +144,41 @@ class Segments:
         """Take an unassigned segment, or turn an empty one of ours to this slot size."""
         if time.monotonic() < self._no_claims_until_s:
             return self._recycle(slot_bytes)
+        self._return_segments()
         assigned = self._catalog.segments()
         step = self._layout.pool_count if pool is not None else 1
         free = (s for s in range(pool or 0, self._layout.segment_count, step) if s not in assigned)
-        candidates = [s for s, _ in zip(free, range(_CANDIDATES_MAX), strict=False)]
+        shut = self._space.shut
+        open_ones = (s for s in free if s % self._layout.pool_count not in shut)
+        candidates = [s for s, _ in zip(open_ones, range(_CANDIDATES_MAX), strict=False)]
         wanted = SegmentEntry(self._lease.number, slot_bytes // BLOCK_BYTES)
-        number = self._catalog.claim_segment(candidates, wanted, self._owned_max)
+        number = None
+        if candidates or not shut:
+            number = self._catalog.claim_segment(candidates, wanted, self._owned_max)
         if number is None:
-            if pool is None:
+            if pool is None and not shut:  # else there may be some once all devices are well
                 self._no_claims_until_s = time.monotonic() + _CLAIM_PAUSE_S
             return self._recycle(slot_bytes)
         try:
-            preallocate_segment(self._layout, number)
+            self.allocate(number)
         except OSError as error:
-            self._catalog.free_segment(number)
-            self._note_disk_full(error)
-            return self._recycle(slot_bytes)
+            self._unreturned.add(number)
+            if error.errno in DISK_FULL:
+                self._note_disk_full(error)
+                self._return_segments()
+                return self._recycle(slot_bytes)
+            self._note_trouble(number, error)
+            self._return_segments()
+            return self.claim(slot_bytes, pool) if pool is None else False
         with self._lock:
             self._space.add(number, number % self._layout.pool_count, slot_bytes)
         return True
+
+    def _return_segments(self) -> None:
+        """Give back what was claimed in vain; where the catalog refuses, the next claim does it."""
+        for number in list(self._unreturned):
+            self._catalog.free_segment(number)
+            self._unreturned.discard(number)
 
     def adopt(self) -> bool:
         """Take over the segments of leases whose processes are gone, up to this process's share."""
@@ -160,7 +189,7 @@ class Segments:
         owned = sum(e.lease == self._lease.number for e in segments.values())
         adopted = False
         for number in {e.lease for e in segments.values()} - {self._lease.number}:
-            lease = try_lease(self._lease_folder, number)
+            lease = try_lease(self._lease_folder, number, self._layout.paths)
             if lease is None:
                 continue
             try:
@@ -194,9 +223,14 @@ class Segments:
             self._space.add(empty[0], empty[0] % self._layout.pool_count, slot_bytes)
         return True
 
+    def _note_trouble(self, number: int, error: OSError) -> None:
+        """The device refuses for another reason than a lack of room: evicting would not help."""
+        self._count("preallocation_errors", 1)
+        with self._lock:  # until the next save looks which devices are well
+            self._space.shut |= {number % self._layout.pool_count}
+        logger.warning("no room was set aside: %s", error.strerror)
+
     def _note_disk_full(self, error: OSError) -> None:
-        if error.errno not in DISK_FULL:
-            self._count("preallocation_errors", 1)
         self._count("disk_full", 1)
         self._no_claims_until_s = time.monotonic() + _DISK_FULL_PAUSE_S
         logger.warning(

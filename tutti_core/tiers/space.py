@@ -49,8 +49,12 @@ class Space:
         self._with_space: dict[tuple[int, int], dict[int, Segment]] = {}  # (slot size, pool)
         self._waiting: deque[tuple[int, U64]] = deque()
         self._loads: SortedList = SortedList()  # start times of loads in flight
+        self._held_back: U64 = np.empty(0, dtype=np.uint64)  # given up, but a late load reads them
+        self._narrow: dict[int, set[int]] = {}  # of loads that are late: start, and their slots
         self._clock = 0
         self._turn = 0
+        self.shut: frozenset[int] = frozenset()
+        """Pools of which no slot is handed out now, and whose slots do not count as free."""
 
     # ---- segments ----
     def add(
@@ -78,7 +82,9 @@ class Space:
         return [
             s.segment
             for s in self.segments.values()
-            if s.free_count == len(s.generation) and s.slot_bytes != other_than
+            if s.free_count == len(s.generation)
+            and s.slot_bytes != other_than
+            and s.pool not in self.shut
         ]
 
     def slot_count(self, slot_bytes: int | None) -> int:
@@ -109,7 +115,7 @@ class Space:
         pools = [
             (pool, segments)
             for (size, pool), segments in sorted(self._with_space.items(), key=lambda kv: kv[0][1])
-            if size == slot_bytes and segments
+            if size == slot_bytes and segments and pool not in self.shut
         ]
         if not pools or count == 0:
             return np.empty(0, dtype=np.uint64)
@@ -199,7 +205,7 @@ class Space:
             len(index)
             for _, slots in self._waiting
             for piece, index, _ in self._by_segment(slots)
-            if piece.slot_bytes == slot_bytes
+            if piece.slot_bytes == slot_bytes and piece.pool not in self.shut
         )
 
     def waiting_bytes(self) -> int:
@@ -209,11 +215,27 @@ class Space:
             len(index) * piece.slot_bytes
             for _, slots in self._waiting
             for piece, index, _ in self._by_segment(slots)
+            if piece.pool not in self.shut
         )
+
+    def narrow_load(self, start: int, slots: U64) -> None:
+        """The load that began at `start` reads these slots and no others, and may do so for long.
+
+        Until it ends they wait, and what others give up does not wait for it.
+        """
+        if start in self._loads:
+            self._loads.remove(start)
+            self._narrow[start] = set(slots.tolist())
 
     def end_load(self, start: int) -> None:
         """The load that began at `start` touches no slot any more."""
-        self._loads.remove(start)
+        if start in self._narrow:
+            kept = np.array(sorted(self._narrow.pop(start)), dtype=np.uint64)
+            mine = np.isin(self._held_back, kept)
+            back, self._held_back = self._held_back[mine], self._held_back[~mine]
+            self._release(self._free_of_late_loads(back))
+        else:
+            self._loads.remove(start)
 
     # ---- figures ----
     @property
@@ -229,8 +251,8 @@ class Space:
         self.collect()
         return sum(
             piece.free_count
-            for (size, _), segments in self._with_space.items()
-            if size == slot_bytes
+            for (size, pool), segments in self._with_space.items()
+            if size == slot_bytes and pool not in self.shut
             for piece in segments.values()
         )
 
@@ -240,7 +262,7 @@ class Space:
             assert piece.free_count == int(np.count_nonzero(piece.generation == _FREE))
             listed = piece.segment in self._with_space.get((piece.slot_bytes, piece.pool), {})
             assert listed == (piece.free_count > 0)
-        for _, slots in self._waiting:
+        for slots in (*(slots for _, slots in self._waiting), self._held_back):
             for piece, index, _ in self._by_segment(slots):
                 assert (piece.generation[index] == _RESERVED).all()
 
@@ -275,7 +297,16 @@ class Space:
         """Free what no load in flight can be reading; `allocate` does it first."""
         oldest = self._loads[0] if self._loads else self._clock + 1
         while self._waiting and self._waiting[0][0] < oldest:
-            self._release(self._waiting.popleft()[1])
+            self._release(self._free_of_late_loads(self._waiting.popleft()[1]))
+
+    def _free_of_late_loads(self, slots: U64) -> U64:
+        """The slots that no late load reads; the others wait for it."""
+        if not self._narrow or len(slots) == 0:
+            return slots
+        read = np.array(sorted(set().union(*self._narrow.values())), dtype=np.uint64)
+        late = np.isin(slots, read)
+        self._held_back = np.concatenate([self._held_back, slots[late]])
+        return slots[~late]
 
     def _by_segment(
         self, slots: U64

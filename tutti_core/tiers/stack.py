@@ -102,6 +102,9 @@ class TierStack:
     Threads    look-ups and loads any; the methods that `UpperTiers` names, the saver's.
     """
 
+    one_tree = False
+    """Each tier has its own."""
+
     def __init__(
         self,
         manager: EvictionLog,
@@ -124,10 +127,12 @@ class TierStack:
         """Name the threads that move pages; once, before any call."""
         self.saver = saver
         self.mover = mover
+        self._manager.on_clear = self._clear_above
 
     # ---- look-up ----
     def match(self, entry: Entry, keys: bytes, first: int, rooted: bool) -> int:
         """Return how many pages from page `first` on are in some tier without a gap."""
+        self._manager.notice_clears()
         if rooted:
             hit = self._match_rooted(entry, keys, first)
         else:
@@ -162,6 +167,7 @@ class TierStack:
 
     def present(self, entry: Entry, keys: bytes, first: int, rooted: bool) -> Mask:
         """Which of the pages `first` .. end of the chain are in some tier."""
+        self._manager.notice_clears()
         held = self._in_memory(entry, keys, first, rooted)
         if held.all():
             self._renew_below(entry, keys, first, rooted)
@@ -210,6 +216,7 @@ class TierStack:
         Returns
             the hits, each of which has to be given to `copy_out`, and which pages are still wanted.
         """
+        self._manager.notice_clears()
         wanted = np.ones(len(keys) // entry.key_bytes - first, dtype=np.bool_)
         hits: list[Hit] = []
         for tier in self.tiers:
@@ -347,12 +354,19 @@ class TierStack:
                 self._manager.count("saved_pages", int(np.count_nonzero(stored)))
                 self.mover.nudge()
         finally:
+            self._end_save(job, count)
+
+    def _end_save(self, job: SaveJob, count: int) -> None:
+        """Pass on what did not find room; else the ticket ends, also where that raises."""
+        passed_on = False
+        try:
             if job.ticket.cancelled or count == len(job.index):
                 if job.rooted and not job.ticket.cancelled:
                     self.settle(job.entry, job.keys, job.output_tokens)
-                job.ticket.finish()
-            elif not self.saver.enqueue(job.rest(count)):
+            elif not (passed_on := self.saver.enqueue(job.rest(count))):
                 self._manager.count("pages_refused_busy", len(job.index) - count)
+        finally:
+            if not passed_on:
                 job.ticket.finish()
 
     def _keep_sound(self, job: SaveJob, index: Indices) -> int:
@@ -522,27 +536,37 @@ class TierStack:
             for tier in self.tiers:
                 tier.note_saved(job.entry, job.keys, job.rooted, job.index[stored])
 
-    def clear(self, entry: Entry) -> int:
-        """See `UpperTiers`."""
+    def clear(self, entry: Entry, devices: Callable[[], int]) -> int:
+        """See `UpperTiers`.
+
+        The slowest first: what has moved up before its tier is cleared is cleared there; what has
+        not finds nothing to move, or another epoch.
+        """
         self._manager.restored.wait()
         count = self._count_in_memory_only(entry)
-        for tier in self.tiers:
-            tier.clear(entry)
-        return count
+        try:
+            return count + devices()
+        finally:
+            for tier in self.tiers[::-1]:
+                tier.clear(entry)
 
     def _count_in_memory_only(self, entry: Entry) -> int:
         count = 0
         for at, tier in enumerate(self.tiers):
             for keys, stored in tier.chains(entry):
-                if len(keys) == entry.key_bytes:  # the chain of a loose page is not known
-                    held = self._manager.locate(entry, keys, 0, False).slot != NO_SLOT
-                else:
-                    with self._manager.lock:
-                        held = stored_along(entry.pages, keys)
+                # The chain of a loose page is not known. What another process saved, or has written
+                # down again, may be in the catalog alone.
+                rooted = len(keys) > entry.key_bytes
+                held = self._manager.locate(entry, keys, 0, rooted).slot != NO_SLOT
                 for faster in self.tiers[:at]:
                     held |= faster.peek(entry, keys)
                 count += int(np.count_nonzero(stored & ~held[len(held) - len(stored) :]))
         return count
+
+    def _clear_above(self, entry: Entry) -> None:
+        """Another process has cleared a namespace: what memory holds of it is gone as well."""
+        for tier in self.tiers:
+            tier.clear(entry)
 
     # ---- pins ----
     def pin(self, entry: Entry, keys: bytes) -> int:

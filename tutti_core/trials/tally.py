@@ -74,4 +74,6 @@ class Tally:
     def check(self) -> None:
         """Raise AssertionError unless nothing went wrong."""
         if self.wrong_bytes or self.durable_pages_lost or self.complaint_count:
-            raise AssertionError("\n".join([f"{self.complaint_count} complaints", *self.complaints]))
+            raise AssertionError(
+                "\n".join([f"{self.complaint_count} complaints", *self.complaints])
+            )

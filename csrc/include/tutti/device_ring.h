@@ -102,6 +102,10 @@ public:
     /// Make finished writes durable. Blocks; any thread. Not after `stop`.
     Status flush() const;
 
+    /// Use the file behind `fd` from now on; `fd` stays the caller's. What is in flight ends on the
+    /// old file. Waits for the thread. Not while a `flush` runs, not after `stop`.
+    Status replace_file(int fd);
+
     const RingStats& stats() const { return stats_; }
     bool files_registered() const { return files_registered_; }
     /// 0, or why the bounce arena could not be registered.
@@ -118,7 +122,7 @@ private:
         Status get();
     };
     struct Command {
-        enum class Kind : std::uint8_t { kPart, kRegister, kUnregister, kStop } kind;
+        enum class Kind : std::uint8_t { kPart, kRegister, kUnregister, kFile, kStop } kind;
         Part* part = nullptr;
         std::span<const Buffer> buffers = {};
         Reply* reply = nullptr;

@@ -41,6 +41,7 @@ struct OpenFailure {
 struct EngineStats {
     std::uint64_t read_items, read_bytes, write_items, write_bytes, failed_items, bounced_bytes,
         short_transfers, transfers, fixed_transfers, enters, flushes;
+    std::vector<std::uint64_t> device_items;  // items that ended, well or not, by device
 };
 
 /// What the kernel granted.
@@ -72,9 +73,14 @@ public:
     Status wait(std::int64_t ticket, std::chrono::steady_clock::time_point deadline,
                 std::shared_ptr<Batch>& batch);
 
-    /// Make finished writes to a device durable. A failure is latched: Linux reports lost writes
-    /// once, so a later success would be a false promise. Blocks.
+    /// Make finished writes to a device durable. Blocks. After a failure, writes that began before
+    /// it are lost for good even if a later flush succeeds: Linux reports lost writes once.
     Status flush(std::uint32_t device);
+
+    /// Use the file behind `fd` for a device from now on; `fd` stays the caller's. What is in
+    /// flight ends on the old file. Waits for the device's thread.
+    /// On failure: the old file may still be in use for transfers; call again.
+    Status replace_file(std::uint32_t device, int fd);
 
     /// Register memory with every ring, in buffers of at most kBufferBytesMax. Returns an id, > 0,
     /// even where the kernel refuses (see `grants`), or -EINVAL, -ESHUTDOWN, -ECHILD.
@@ -97,16 +103,12 @@ private:
         std::unique_ptr<DeviceRing> ring;
         std::uint64_t memory_align;
     };
-    struct FlushState {
-        std::mutex mutex;
-        Status status = 0;
-    };
 
     void forget_buffers(std::span<const Buffer> buffers);
 
     const std::int32_t pid_;
     std::vector<Lane> lanes_;
-    std::vector<FlushState> flushes_;
+    std::vector<std::mutex> flush_mutexes_;
     std::atomic<std::uint64_t> flush_count_{0};
 
     std::shared_mutex life_;
