@@ -71,7 +71,8 @@ def rows_table(title: str, columns: Sequence[str], rows: list[dict[str, Any]]) -
     table = Table(title=title, title_justify="left")
     for column in columns:
         label = _LABELS.get(column, column)
-        table.add_column(label, justify="left" if column in _LEFT else "right")
+        left = column in _LEFT
+        table.add_column(label, justify="left" if left else "right", no_wrap=left)
     words = {None: "-", True: "yes", False: "no"}
     for row in rows:
         cells = [row[column] for column in columns]
@@ -81,12 +82,13 @@ def rows_table(title: str, columns: Sequence[str], rows: list[dict[str, Any]]) -
 
 _LEFT = ("case", "name", "geometry", "trial")
 _LABELS = {
-    "crash_points": "crash\npoints",
-    "fault_count": "faults",
-    "bad_input_count": "bad\ninputs",
-    "pages_compared": "pages\ncompared",
+    "crash_points": "crash\npoint",
+    "fault_count": "fault",
+    "bad_input_count": "bad\ninput",
+    "pages_compared": "pages\nread",
     "wrong_bytes": "wrong\nbytes",
-    "durable_pages_lost": "durable\nlost",
+    "durable_pages_lost": "pages\nlost",
+    "complaints": "other",
     "tutti_mib_s": "tutti\nMiB/s",
     "layer0_ms": "layer 0\nms",
     "all_ms": "all\nms",

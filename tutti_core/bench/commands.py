@@ -260,7 +260,7 @@ def bench_safety(
         result = run_safety(plan, say)
 
     def show(console: Console) -> None:
-        tried = ("trial", "seconds", "crash_points", "kills", "fault_count", "bad_input_count")
+        tried = ("trial", "crash_points", "kills", "fault_count", "bad_input_count")
         wrong = ("pages_compared", "wrong_bytes", "durable_pages_lost", "complaints")
         console.print(rows_table("trials", (*tried, *wrong), result["rows"]))
         for line in result["complaint_lines"]:

@@ -14,6 +14,7 @@ Cases run in a child that reports each one, since what goes wrong may be a signa
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import pickle
 import random
@@ -1136,6 +1137,7 @@ def _run_child(made: Made, jobs: Sequence[tuple[Case, int]], at: int, tally: Tal
         status = 1
         try:
             os.close(reading)
+            faulthandler.disable()  # that it may end by a signal is what is tried
             with quiet():
                 for case, seed in jobs[at:]:
                     one = Tally()
