@@ -113,6 +113,7 @@ def _row(name: str, tally: Tally, seconds: float) -> dict[str, Any]:
         "kills": tally.kills,
         "fault_count": tally.faults.total(),
         "faults": dict(sorted(tally.faults.items())),
+        "events": dict(sorted(tally.events.items())),
         "bad_input_count": tally.bad_inputs.total(),
         "bad_inputs": dict(sorted(tally.bad_inputs.items())),
         "pages_compared": tally.pages_compared,

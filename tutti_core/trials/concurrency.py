@@ -4,7 +4,7 @@ What a load may hand out of a key is any content whose save had begun, unless a 
 that save's end and ended before the load began. What is held stays. Nothing but the documented
 exceptions comes out of a call, nothing hangs, and at the end all space is accounted for.
 
-`faults` of the tally counts the disturbances by kind, such as "clear", "cancel", "fork".
+`events` of the tally counts the disturbances by kind, such as "clear", "cancel", "fork".
 """
 
 from __future__ import annotations
@@ -186,7 +186,7 @@ class Rig:
     def note(self, kind: str) -> None:
         """Count a disturbance."""
         with self._lock:
-            self.tally.faults[kind] += 1
+            self.tally.events[kind] += 1
 
     def complain(self, text: str) -> None:
         """Note what must not happen."""
@@ -321,7 +321,7 @@ def mixed_calls(directory: Path, name: str, seed: int, steps: int, tally: Tally)
     with opened(directory, name, seed, tally) as rig:
         together(rig, *(Caller(rig, random.Random(seed * 101 + i), steps).work for i in range(4)))
         evicted = rig.store.stats().counters.get("evicted_pages", 0)
-        tally.faults["evict"] += evicted
+        tally.events["evict"] += evicted
 
 
 class Caller:
@@ -648,7 +648,7 @@ def many_operations(directory: Path, count: int, tally: Tally) -> None:
             rig.complain(f"{traced} more bytes are in use after each {part} calls")
         if resident > (8 << 20) + 16 * part:
             rig.complain(f"the process grew by {resident} bytes with each {part} calls")
-        tally.faults["operations"] += count
+        tally.events["operations"] += count
         rig.check_end()
 
 

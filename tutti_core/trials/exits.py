@@ -91,8 +91,8 @@ def _run_one(where: Path, transport: str, way: str, code: str, status: int, tall
         return
     if "tutti_core.errors.UnsupportedError" in done.stderr:
         return  # this machine has no such transport
-    tally.faults["exit"] += 1
-    tally.faults[f"exit, {transport}"] += 1
+    tally.events["exit"] += 1
+    tally.events[f"exit, {transport}"] += 1
     said = done.stderr
     if status:
         said = said.partition("ValueError: on purpose\n")[2]  # what comes after it

@@ -16,6 +16,7 @@ class Tally:
     crash_points        places in a history at which everything was stopped and opened again.
     kills               processes ended by SIGKILL while they used a store.
     faults              faults injected, by kind.
+    events              what else was done to it on purpose, by kind.
     bad_inputs          damaged or senseless inputs tried, by what they were given to.
     pages_compared      pages that were loaded and compared byte for byte.
     misses              pages that were asked for and answered as a miss.
@@ -31,6 +32,7 @@ class Tally:
     crash_points: int = 0
     kills: int = 0
     faults: Counter[str] = field(default_factory=Counter)
+    events: Counter[str] = field(default_factory=Counter)
     bad_inputs: Counter[str] = field(default_factory=Counter)
     pages_compared: int = 0
     misses: int = 0
@@ -63,6 +65,7 @@ class Tally:
         self.crash_points += other.crash_points
         self.kills += other.kills
         self.faults.update(other.faults)
+        self.events.update(other.events)
         self.bad_inputs.update(other.bad_inputs)
         self.pages_compared += other.pages_compared
         self.misses += other.misses
