@@ -20,6 +20,7 @@ import fnmatch
 import json
 import os
 import select
+import signal
 import stat
 import struct
 import subprocess
@@ -42,6 +43,7 @@ _BIG_WRITES, _ASYNC_DIO = 1 << 5, 1 << 15
 _DIRECT_IO = 1
 _SET_MODE, _SET_SIZE = 1, 8
 _MNT_FORCE, _MNT_DETACH = 1, 2
+_PR_SET_PDEATHSIG = 1
 
 
 def why_not() -> str:
@@ -146,6 +148,18 @@ def _mount(mount: Path, descriptor: int) -> None:
 def _unmount(mount: Path) -> None:
     if _libc().umount2(os.fsencode(mount), _MNT_FORCE):
         _libc().umount2(os.fsencode(mount), _MNT_DETACH)
+
+
+def _end_with_the_caller() -> None:
+    """Have the kernel end this process when its parent's thread ends.
+
+    A caller that is killed while a call of its own is kept waiting could not end otherwise, nor
+    close the pipe by which we would know.
+    """
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+    _libc().prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+    if os.getppid() == 1:
+        sys.exit(1)
 
 
 # ---- the serving process -----------------------------------------------------------------------
@@ -436,9 +450,12 @@ def _main() -> None:
         print(error.errno or errno.EIO, flush=True)
         return
     print(0, flush=True)
-    _Server(device, Path(sys.argv[2])).serve(sys.stdin)
-    os.close(device)  # what waits fails
-    _unmount(Path(sys.argv[1]))  # whoever mounted it has died
+    try:
+        _end_with_the_caller()
+        _Server(device, Path(sys.argv[2])).serve(sys.stdin)
+    finally:
+        os.close(device)  # what waits fails
+        _unmount(Path(sys.argv[1]))  # whoever mounted it has died
 
 
 if __name__ == "__main__":
