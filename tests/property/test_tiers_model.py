@@ -115,7 +115,12 @@ class History:
         pages = self.clients[space]
         pages.match(keys, first)  # under write_selective this makes pages move
         quiesce(self.store)
-        hit, contained = pages.match(keys, first), pages.contains(keys, first)
+        hit = pages.match(keys, first)
+        quiesce(
+            self.store
+        )  # a page that moves up and down again while it is looked for is not seen
+        contained = pages.contains(keys, first)
+        quiesce(self.store)
         loaded = pages.load(keys, first)
         if not self.faults:  # else writes that failed are tried again at any time
             assert contained[:hit] == [True] * hit
