@@ -271,6 +271,7 @@ def _backend(folder: Path, page_count: int) -> Any:
     )
     made = backend.TuttiStorage(config, {})
     made.register_mem_pool_host(_HostPool(torch, page_count))
+    made.on_host_pools_registered()
     return made
 
 
