@@ -80,6 +80,11 @@ def rows_table(title: str, columns: Sequence[str], rows: list[dict[str, Any]]) -
     return table
 
 
+def print_targets(console: Console, result: Mapping[str, Any], title: str = "targets") -> None:
+    """Show what a benchmark aimed at, and whether it got there."""
+    console.print(rows_table(title, ("name", "value", "target", "met"), result["targets"]))
+
+
 _LEFT = ("case", "name", "geometry", "trial")
 _LABELS = {
     "crash_points": "crash\npoint",

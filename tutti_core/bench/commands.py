@@ -14,6 +14,7 @@ from tutti_core.console import (
     JsonFile,
     TransportOption,
     check_json,
+    print_targets,
     rows_table,
     show_result,
     spinner,
@@ -56,7 +57,7 @@ def bench_io(
         console.print(rows_table(title, (*names, *cpu), result["rows"]))
         for why in result["absent"].values():
             console.print(why, markup=False)
-        console.print(rows_table("targets", ("name", "value", "target", "met"), result["targets"]))
+        print_targets(console, result)
 
     show_result({"command": "bench io", **result}, json_file, show)
 
@@ -80,7 +81,7 @@ def bench_index(
 
     def show(console: Console) -> None:
         title = f"{pages} pages in a chain, {index_pages} in the index, medians of {rounds} rounds"
-        console.print(rows_table(title, ("name", "value", "target", "met"), result["targets"]))
+        print_targets(console, result, title)
         console.print(f"batch_exists is {result['batch_exists_via']}", markup=False)
         console.print(result["gil_note"], markup=False)
 
@@ -111,7 +112,7 @@ def bench_tiers(
         title = f"latency of loads, {seconds:g} s a phase"
         columns = ("name", "page_bytes", "count", "p50_ms", "p99_ms")
         console.print(rows_table(title, columns, _latency_rows(result["latency"])))
-        console.print(rows_table("targets", ("name", "value", "target", "met"), result["targets"]))
+        print_targets(console, result)
 
     show_result({"command": "bench tiers", **result}, json_file, show)
 
@@ -179,7 +180,7 @@ def bench_linker(
                 console.print(f"{row['geometry']}: {row['note']}", markup=False)
         for why in result["absent"].values():
             console.print(why, markup=False)
-        console.print(rows_table("targets", ("name", "value", "target", "met"), result["targets"]))
+        print_targets(console, result)
 
     show_result({"command": "bench linker", **result}, json_file, show)
 
@@ -224,7 +225,7 @@ def bench_overlap(
         names = ("compute_ms", "io_ms", "ideal_ms", "measured_ms", "over_ideal")
         title = f"{result['geometry']}, {result['pages']} pages, medians of {rounds} rounds"
         console.print(rows_table(title, (*names, "over_ideal_even", "waited_ms"), result["rows"]))
-        console.print(rows_table("targets", ("name", "value", "target", "met"), result["targets"]))
+        print_targets(console, result)
 
     show_result({"command": "bench overlap", **result}, json_file, show)
 
@@ -265,7 +266,7 @@ def bench_safety(
         console.print(rows_table("trials", (*tried, *wrong), result["rows"]))
         for line in result["complaint_lines"]:
             console.print(line, markup=False)
-        console.print(rows_table("targets", ("name", "value", "target", "met"), result["targets"]))
+        print_targets(console, result)
 
     show_result({"command": "bench safety", **result}, json_file, show)
     if result["wrong_bytes"] or result["durable_pages_lost"] or result["complaints"]:

@@ -321,8 +321,7 @@ class Manager:
     # ---- look-up ----
     def match(self, entry: Entry, keys: bytes, first: int, rooted: bool) -> int:
         """Return how many pages from page `first` on are stored without a gap."""
-        if time.monotonic_ns() >= self._clears.due_ns:
-            self.notice_clears()
+        self.notice_clears()
         count = len(keys) // entry.key_bytes
         if rooted and not self._unwell_reads():
             with self.lock:
