@@ -12,6 +12,7 @@ from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 
 import pytest
+from thread_kit import WAIT_S, threads_left, tutti_threads
 
 SKIPS_ALLOWED = (
     "missing capability: stall",  # a transport without a hook to hold its batches
@@ -37,6 +38,16 @@ def pytest_runtest_makereport(
             report.outcome = "failed"
             report.longrepr = f"skipped under TUTTI_STRICT: {reason}"
     return report
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_threads_left() -> Iterator[None]:
+    """Fails the module whose tests leave threads of a store or a transport behind, once all of its
+    fixtures are gone. They would be counted against later tests, and as the product's."""
+    before = tutti_threads()
+    yield
+    left = threads_left(before, float(os.environ.get("TUTTI_THREADS_WAIT_S", WAIT_S)))
+    assert not left, f"tests of this module left threads behind: {', '.join(left)}"
 
 
 class SeededRandom(random.Random):

@@ -10,6 +10,20 @@ from collections.abc import Callable, Iterator
 WAIT_S = 120.0
 
 
+def tutti_threads() -> set[threading.Thread]:
+    """The threads of stores and transports that run in this process."""
+    return {thread for thread in threading.enumerate() if thread.name.startswith("tutti")}
+
+
+def threads_left(before: set[threading.Thread], bound_s: float = WAIT_S) -> list[str]:
+    """Names of threads that were started since `before` and do not end; waits up to `bound_s`."""
+    deadline_s = time.monotonic() + bound_s
+    started = tutti_threads() - before
+    for thread in started:
+        thread.join(max(deadline_s - time.monotonic(), 0.0))
+    return sorted(thread.name for thread in started if thread.is_alive())
+
+
 class Beside:
     """One thread that runs `work` beside the test.
 

@@ -26,7 +26,7 @@ from store_kit import (
     settle,
     small_config,
 )
-from thread_kit import beside
+from thread_kit import beside, threads_left, tutti_threads
 
 from tutti_core import NamespaceStore, PrefixStore, UnsupportedError
 from tutti_core.io import select
@@ -346,6 +346,7 @@ def test_bug_31_closing_a_store_whose_device_is_silent_ends(
     store_dir: Path, io_timeout_s: float, close_s: float
 ) -> None:
     """Fault: the close waits for transfers that never end."""
+    before = tutti_threads()
     config = small_config(store_dir, io_timeout_s=io_timeout_s)
     devices = memory_devices(config)
     store = PrefixStore.open(config, transport_object=devices)
@@ -359,6 +360,8 @@ def test_bug_31_closing_a_store_whose_device_is_silent_ends(
         assert not save.wait(1).any()
     with PrefixStore.open(config, transport_object=devices.reopen()) as store:
         assert client(store).match(run("a", 4)) == 0 and all(client(store).save(run("a", 4)))
+    devices.release()  # it answers after all: now what was given up ends as well
+    assert threads_left(before) == []
 
 
 def test_bug_31_detaching_a_busy_backend_leaves_nothing_behind(

@@ -106,13 +106,18 @@ class DeviceCalls:
         """Start opening a device anew, if the same pool is there."""
         return self.start(device, lambda: self._reopen(device))
 
-    def stop(self, timeout_s: float) -> bool:
-        """End the threads; False if one still waits for its device at the deadline."""
+    def dismiss(self) -> None:
+        """Take no more calls, and let each thread end after those it has. Does not wait."""
         with self._lock:
             self._stopped = True
-            queues, threads = list(self._queues.values()), list(self._threads)
-        for queue in queues:
-            queue.put(None)
+            for queue in self._queues.values():
+                queue.put(None)
+
+    def stop(self, timeout_s: float) -> bool:
+        """`dismiss`, and wait; False if a thread still waits for its device at the deadline."""
+        self.dismiss()
+        with self._lock:
+            threads = list(self._threads)
         deadline_s = time.monotonic() + timeout_s
         for thread in threads:
             thread.join(max(deadline_s - time.monotonic(), 0.0))

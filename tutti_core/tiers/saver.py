@@ -360,6 +360,9 @@ class Saver:
         except BaseException:  # whatever it is, those who wait must hear
             logger.exception("saving stopped: an invariant of the store broke")
             self._give_up(group or [], writing)
+        finally:
+            if self._stopping:  # whoever stopped it may have given up waiting
+                self._calls.dismiss()
 
     def _take(self, wait: bool) -> list[Job] | None:
         """The next group: saves up to the group's bounds, or one other job. None at the end."""
