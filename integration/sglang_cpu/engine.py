@@ -1,8 +1,10 @@
 """SGLang's offline engine on a CPU with a storage backend; prints what it generated as JSON.
 
-    python integration/sglang_cpu/engine.py MODEL ARGUMENTS PROMPT      (the last two: JSON)
+    python integration/sglang_cpu/engine.py MODEL ARGUMENTS PROMPT FOLDER PAGES
 
-ARGUMENTS are those of `sglang.Engine` that choose the storage, see `Backend.engine_arguments`.
+ARGUMENTS are those of `sglang.Engine` that choose the storage, see `Backend.engine_arguments`;
+they and the PROMPT are JSON. The engine ends once the tutti store in FOLDER holds PAGES: SGLang
+saves behind the reply, and its shutdown kills the process that does.
 
 One run is one process: what a second run gets from storage, it can only have from the disk.
 """
@@ -17,12 +19,14 @@ from pathlib import Path
 if __package__ in (None, ""):  # run as a script
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from sglang_cpu.server import BASE_ENVIRONMENT
+from sglang_cpu.backends import Backend
+from sglang_cpu.server import BASE_ENVIRONMENT, wait_until
 
 NEW_TOKENS = 8
+BACKUP_TIMEOUT_S = 120.0
 
 
-def main(model: str, arguments: str, prompt: str) -> None:
+def main(model: str, arguments: str, prompt: str, folder: str, pages: str) -> None:
     os.environ.update(BASE_ENVIRONMENT)
     import sglang
 
@@ -41,6 +45,9 @@ def main(model: str, arguments: str, prompt: str) -> None:
     try:
         sampling = {"temperature": 0, "max_new_tokens": NEW_TOKENS, "ignore_eos": True}
         reply = engine.generate(input_ids=json.loads(prompt), sampling_params=sampling)
+        backend = Backend("tutti", Path(folder))
+        if not wait_until(lambda: backend.usage().pages >= int(pages), BACKUP_TIMEOUT_S):
+            raise TimeoutError(f"{backend.usage().pages} pages were saved, not {pages}")
     finally:
         engine.shutdown()
     details = reply["meta_info"].get("cached_tokens_details") or {}
