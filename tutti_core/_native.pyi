@@ -93,3 +93,199 @@ class UringEngine:
 
     def close(self) -> None:
         """Finish what is in flight and let go of threads, rings and files. Idempotent."""
+
+GIO_FRAGMENTS_MAX: int
+GIO_DEPTH_MAX: int
+
+class SoftController:
+    """An NVMe controller in this process: one thread behind registers in memory.
+
+    It goes on until every NvmeController on it is gone, after `close` too.
+    """
+
+    def __init__(
+        self,
+        *,
+        namespace_bytes: int,
+        namespace_count: int = 1,
+        block_bytes: int = 512,
+        transfer_shift: int = 7,
+        queue_entries_max: int = 1024,
+        queue_pairs_max: int = 64,
+        sgl: bool = True,
+        shadow_doorbells: bool = True,
+        serial: str = "TUTTI-SOFT-1",
+        files: list[int] = ...,
+        null_backend: bool = False,
+    ) -> None:
+        """Start one. `transfer_shift`: MDTS, 4096 << n bytes a command, 0 for no limit.
+
+        `files`: descriptors that stay the caller's, one for each namespace and at least that long;
+        none: memory.
+
+        Raises
+            ValueError: an option is out of bounds. OSError: no memory, or no thread.
+        """
+
+    def inject(
+        self,
+        kind: str,
+        *,
+        queue: int = 0,
+        opcode: int = -1,
+        skip: int = 0,
+        count: int = 1,
+        status: int = 0,
+        turns: int = 0,
+    ) -> None:
+        """Let `count` I/O commands go wrong, after `skip` that fit; see csrc's nvme_soft.h.
+
+        kind: status, drop, lose, delay, hold, repeat, torn, wrong_id, wrong_queue, wrong_head,
+        short, flip, fatal, gone. Raises ValueError for another one.
+        """
+
+    def clear_faults(self) -> None: ...
+    def release(self) -> None:
+        """Serve what is held."""
+
+    def plug_in(self) -> None:
+        """Bring the device back after "gone"."""
+
+    def stats(self) -> dict[str, int]:
+        """commands, faults, bad_pointers, unmapped, doorbells."""
+
+    def media(self, nsid: int) -> npt.NDArray[np.uint8]:
+        """The bytes of a namespace that lies in memory."""
+
+    def close(self) -> None: ...
+
+class NvmeController:
+    """One open NVMe controller, with the memory it may reach. Any thread; the GIL is released."""
+
+    def __init__(
+        self,
+        device: SoftController | str,
+        *,
+        access: str = "soft",
+        queue_pairs: int = 1,
+        queue_entries: int = 256,
+        commands_max: int = 0,
+        shadow_doorbells: bool = True,
+        admin_timeout_s: float = 10.0,
+    ) -> None:
+        """Reset a device and make its queues; fewer, or shorter ones, where it has no more.
+
+        device: a SoftController, or with access "vfio" or "sysfs" the address of a PCI function.
+
+        Raises
+            OSError: with words for people.
+        """
+
+    def facts(self) -> dict[str, Any]:
+        """What the controller says of itself, and what it gave."""
+
+    def stats(self) -> dict[str, int]:
+        """Of all queues: completions, unknown, bad_head, late; sq_ and cq_ doorbells, elided."""
+
+    def dead(self) -> bool:
+        """Registers are all ones, or the controller says that it failed."""
+
+    def reset(self) -> None:
+        """Reset the device and make its queues anew. Nothing may be in flight. Raises OSError."""
+
+    def abort(self, queue: int, command_id: int) -> bool:
+        """Ask for a command's abortion. Raises OSError."""
+
+    def register_memory(self, address: int, length_bytes: int) -> int:
+        """Let the device reach whole pages; an id, or a negative errno."""
+
+    def unregister_memory(self, region: int) -> int:
+        """0; -ENOENT; -EBUSY while an IOCB uses it."""
+
+    def flush(self, nsid: int, timeout_s: float) -> int:
+        """Make what was written durable. 0 or an NVMe status."""
+
+    def read(
+        self, nsid: int, offset_bytes: int, buffer: npt.NDArray[np.uint8], timeout_s: float
+    ) -> int:
+        """Read whole blocks, by way of a small buffer. 0 or an NVMe status."""
+
+    def write(
+        self, nsid: int, offset_bytes: int, buffer: npt.NDArray[np.uint8], timeout_s: float
+    ) -> int:
+        """Write whole blocks, by way of a small buffer. 0 or an NVMe status."""
+
+    def shared_ranges(self) -> list[tuple[int, int, str]]:
+        """Address, bytes and "memory" or "registers" of all that threads in the queues touch."""
+
+    def close(self) -> None:
+        """Shut the device down. What is in flight ends. Idempotent."""
+
+class GioRing:
+    """A ring of IOCBs (gio_uring, paper section 3.2) over namespaces of open controllers."""
+
+    def __init__(
+        self,
+        devices: list[tuple[NvmeController, int]],
+        *,
+        depth: int,
+        threads: int,
+        timeout_s: float,
+    ) -> None:
+        """Make one of `depth` IOCBs; devices are controller and namespace.
+
+        threads: of the CPU executor; 0: launches are the caller's matter, see `launch`.
+        timeout_s: of each launch.
+
+        Raises
+            OSError: with words for people.
+        """
+
+    def get_iocb(self, count: int) -> list[int]:
+        """Take IOCBs; none where fewer are free."""
+
+    def put_back(self, iocb: int) -> int:
+        """Give one back that was not issued. 0 or -EINVAL."""
+
+    def prepare(
+        self,
+        iocb: int,
+        op: int,
+        device: npt.NDArray[np.uint32],
+        offset_bytes: npt.NDArray[np.uint64],
+        address: npt.NDArray[np.uint64],
+        length_bytes: npt.NDArray[np.uint64],
+    ) -> int:
+        """Fill an IOCB with at most GIO_FRAGMENTS_MAX fragments; op 0 reads, 1 writes.
+
+        What cannot be sent has its status already. 0, or -EINVAL for arrays that do not fit.
+        """
+
+    def issue_io(self, iocbs: npt.NDArray[np.uint32], sms: int) -> int:
+        """Send IOCBs by one launch, on so many threads or SMs at most. 0 or a negative errno."""
+
+    def launch(self) -> bytes:
+        """The last launch, as the kernel's argument. For the thread that issued it."""
+
+    def refuse(self, iocbs: npt.NDArray[np.uint32]) -> int:
+        """The launch of issued IOCBs failed. 0 or -EINVAL."""
+
+    def wait_cqe(self, iocb: int, timeout_s: float) -> npt.NDArray[np.uint32] | None:
+        """NVMe statuses of an IOCB's fragments, which frees it; None: not yet.
+
+        Raises
+            OSError: it was not issued.
+        """
+
+    def reset_device(self, device: int, timeout_s: float) -> None:
+        """Wait until nothing is in flight, then reset a device's controller. Raises OSError."""
+
+    def view_address(self) -> int:
+        """Address of what a kernel gets to see of the ring."""
+
+    def shared_ranges(self) -> list[tuple[int, int, str]]:
+        """As of NvmeController, with the ring's own and its controllers'."""
+
+    def stats(self) -> dict[str, int]: ...
+    def close(self) -> None:
+        """Take nothing more, and wait for what was issued; launches have a timeout. Idempotent."""

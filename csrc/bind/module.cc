@@ -1,8 +1,6 @@
 // Python face of the native code: tutti_core._native.
 //
 // Checks shapes, lets go of the GIL, calls. The typed description is tutti_core/_native.pyi.
-#include <nanobind/nanobind.h>
-#include <nanobind/ndarray.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
@@ -17,30 +15,13 @@
 #include <utility>
 #include <vector>
 
+#include "bind.h"
 #include "tutti/copy.h"
 #include "tutti/hash.h"
 #include "tutti/uring_engine.h"
 
-namespace nb = nanobind;
-using namespace nb::literals;
-
 namespace tutti {
 namespace {
-
-template <typename T>
-using In = nb::ndarray<const T, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
-template <typename T>
-using Out = nb::ndarray<nb::numpy, T, nb::ndim<1>>;
-
-/// Hand a vector over to numpy without copying it.
-template <typename T>
-Out<T> to_numpy(std::vector<T> values) {
-    auto owner = std::make_unique<std::vector<T>>(std::move(values));
-    nb::capsule guard(owner.get(),
-                      [](void* p) noexcept { delete static_cast<std::vector<T>*>(p); });
-    std::vector<T>* kept = owner.release();
-    return Out<T>(kept->data(), {kept->size()}, guard);
-}
 
 const std::uint8_t* bytes_of(const nb::bytes& value) {
     return reinterpret_cast<const std::uint8_t*>(value.c_str());
@@ -118,11 +99,6 @@ void py_copy_pieces(const In<std::uint64_t>& target, const In<std::uint64_t>& so
     }
     nb::gil_scoped_release unlocked;
     copy_pieces(target.data(), source.data(), length_bytes.data(), count);
-}
-
-template <typename T>
-std::span<const T> view(const In<T>& array) {
-    return {array.data(), array.shape(0)};
 }
 
 /// Longer waits, infinite ones too, come back early.
@@ -295,4 +271,6 @@ NB_MODULE(_native, m) {
         .def("stats", &PyEngine::stats)
         .def("grants", &PyEngine::grants)
         .def("close", &PyEngine::close);
+    bind_nvme(m);
+    bind_gio(m);
 }

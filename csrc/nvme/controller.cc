@@ -71,6 +71,7 @@ bool Controller::dead() {
 
 // ---- up ----
 Failure Controller::open(const ControllerOptions& options) {
+    std::lock_guard control(control_);
     if (options.queue_pairs < 1 || options.queue_entries < 2 || options.queue_entries > 65536)
         return failed(-EINVAL, "queue_pairs has to be at least 1, queue_entries 2 to 65536");
     if (open_) return failed(-EBUSY, "the controller is open already");
@@ -122,13 +123,12 @@ Failure Controller::disable() {
 }
 
 Failure Controller::enable() {
-    if (Failure failure = prepare(admin_pair_, admin_, 0, kAdminEntries, kAdminEntries - 1))
-        return failure;
+    if (Failure failure = prepare(admin_, 0, kAdminEntries, kAdminEntries - 1)) return failure;
     if (page_.address == nullptr && memory_for(kPageBytes, page_) != 0)
         return failed(-ENOMEM, "no memory for DMA");
     store(kRegAdminSizes, (kAdminEntries - 1) << 16 | (kAdminEntries - 1));
-    store64(kRegAdminSq, admin_pair_.sq.dma);
-    store64(kRegAdminCq, admin_pair_.cq.dma);
+    store64(kRegAdminSq, admin_.sq.dma);
+    store64(kRegAdminCq, admin_.cq.dma);
     store(kRegConfig, kConfigEntries | kConfigEnable);
     return wait_ready(true, capabilities_.ready_timeout_ms() * 1'000'000);
 }
@@ -144,9 +144,9 @@ QueueMemory Controller::memory_of(Pair& pair, u32 queue) {
     QueueMemory memory{};
     memory.sq = reinterpret_cast<Command*>(pair.sq.address);
     memory.cq = reinterpret_cast<Completion*>(pair.cq.address);
-    memory.marks = pair.marks.data();
-    memory.id_next = pair.next.data();
-    memory.id_owner = pair.owners.data();
+    memory.marks = pair.words.at<u64>();
+    memory.id_owner = memory.marks + pair.entries;
+    memory.id_next = reinterpret_cast<u32*>(memory.id_owner + pair.ids);
     memory.sq_doorbell = doorbell(queue, false);
     memory.cq_doorbell = doorbell(queue, true);
     if (queue != 0 && facts_.shadow_doorbells) {
@@ -163,27 +163,34 @@ QueueMemory Controller::memory_of(Pair& pair, u32 queue) {
     return memory;
 }
 
-Failure Controller::prepare(Pair& pair, Queue& queue, u32 id, u32 entries, u32 ids) {
-    if (pair.marks.size() != entries || pair.owners.size() != ids) {
-        if (memory_for(entries * sizeof(Command), pair.sq) != 0 ||
-            memory_for(entries * sizeof(Completion), pair.cq) != 0)
-            return failed(-ENOMEM, "no memory for DMA");
-        pair.marks.resize(entries);
-        pair.owners.resize(ids);
-        pair.next.resize(ids);
+Status Controller::make_room(Pair& pair, u32 entries, u32 ids) {
+    if (pair.queue == nullptr) {
+        if (const Status status = pair.object.allocate(sizeof(Queue))) return status;
+        pair.queue = new (pair.object.at<void>()) Queue;
     }
-    queue.reset(memory_of(pair, id), id, entries, entries, ids);
+    if (pair.entries >= entries && pair.ids >= ids) return 0;
+    if (const Status status = memory_for(entries * sizeof(Command), pair.sq)) return status;
+    if (const Status status = memory_for(entries * sizeof(Completion), pair.cq)) return status;
+    pair.entries = entries;
+    pair.ids = ids;
+    return pair.words.allocate(entries * sizeof(u64) + ids * (sizeof(u64) + sizeof(u32)));
+}
+
+Failure Controller::prepare(Pair& pair, u32 id, u32 entries, u32 ids) {
+    if (make_room(pair, entries, ids) != 0) return failed(-ENOMEM, "no memory for a queue");
+    pair.queue->reset(memory_of(pair, id), id, entries, entries, ids);
     return {};
 }
 
 /// Run one admin command and wait for it.
 Failure Controller::run(const Command& command, u32* value) {
     Result result{};
-    if (!admin_.submit(command, result, options_.admin_timeout_ns))
+    Queue& admin = *admin_.queue;
+    if (!admin.submit(command, result, options_.admin_timeout_ns))
         return failed(-EIO, "the admin queue takes no command");
-    admin_.ring();
-    if (!admin_.wait(result, options_.admin_timeout_ns)) {
-        admin_.forget(result);
+    admin.ring();
+    if (!admin.wait(result, options_.admin_timeout_ns)) {
+        admin.forget(result);
         if (dead()) return gone();
         return failed(-ETIMEDOUT, "admin command " + hex(command.opcode) + " got no answer",
                       status::kTimeout);
@@ -263,10 +270,7 @@ Failure Controller::make_queues() {
         return failed(-ENOTSUP, "the doorbells of " + std::to_string(count) +
                                     " queue pairs lie outside of BAR0");
     if (facts_.shadow_doorbells) count = std::min(count, kPageBytes / 8 - 1);
-    while (pairs_.size() < count) {
-        pairs_.push_back(std::make_unique<Pair>());
-        queues_.push_back(std::make_unique<Queue>());
-    }
+    while (pairs_.size() < count) pairs_.push_back(std::make_unique<Pair>());
     for (u32 index = 0; index < count; ++index) {
         if (Failure failure = make_queue(index)) return failure;
     }
@@ -279,7 +283,7 @@ Failure Controller::make_queue(u32 index) {
     u32 ids = entries - 1;
     if (options_.commands_max != 0) ids = std::min(ids, options_.commands_max);
     Pair& pair = *pairs_[index];
-    if (Failure failure = prepare(pair, *queues_[index], id, entries, ids)) return failure;
+    if (Failure failure = prepare(pair, id, entries, ids)) return failure;
     Command command{};
     command.opcode = u8(Admin::kCreateCq);
     command.data[0] = pair.cq.dma;
@@ -292,8 +296,76 @@ Failure Controller::make_queue(u32 index) {
     return run(command);
 }
 
+u32 Controller::flush(u32 nsid, u64 timeout_ns) {
+    Command command{};
+    command.opcode = u8(Io::kFlush);
+    command.nsid = nsid;
+    return run_io(command, timeout_ns);
+}
+
+u32 Controller::transfer(Io op, u32 nsid, u64 offset_bytes, u8* bytes, u64 length_bytes,
+                         u64 timeout_ns) {
+    const auto found = std::find_if(facts_.namespaces.begin(), facts_.namespaces.end(),
+                                    [nsid](const Namespace& one) { return one.id == nsid; });
+    if (found == facts_.namespaces.end()) return status::kInvalidNamespace;
+    const u64 block = found->block_bytes;
+    if (offset_bytes % block != 0 || length_bytes % block != 0 || block > kPageBytes)
+        return status::kInvalidField;
+    std::lock_guard guard(pages_mutex_);
+    if (pages_.address == nullptr) {
+        std::lock_guard control(control_);
+        if (memory_for(2 * kPageBytes, pages_) != 0) return status::kBadMemory;
+    }
+    while (length_bytes > 0) {
+        const u64 step = std::min(length_bytes, u64{2 * kPageBytes});
+        Command command = transfer_command(op, nsid, offset_bytes / block, u32(step / block));
+        command.data[0] = pages_.dma;
+        command.data[1] = step > kPageBytes ? pages_.dma + kPageBytes : 0;
+        if (op == Io::kWrite) std::memcpy(pages_.address, bytes, step);
+        const u32 status = run_io(command, timeout_ns);
+        if (status == status::kTimeout) pages_ = {};  // the device's, until it was reset
+        if (status != status::kSuccess) return status;
+        if (op == Io::kRead) std::memcpy(bytes, pages_.address, step);
+        offset_bytes += step;
+        bytes += step;
+        length_bytes -= step;
+    }
+    return status::kSuccess;
+}
+
+u32 Controller::run_io(const Command& command, u64 timeout_ns) {
+    if (pairs_.empty()) return status::kNotIssued;
+    Queue& queue = *pairs_[0]->queue;
+    // Not on the stack: if it has to be forgotten while another thread retires it, that one may
+    // still be writing.
+    Result& result = *new Result{};
+    bool ended = !queue.submit(command, result, timeout_ns);
+    if (!ended) {
+        queue.ring();
+        ended = queue.wait(result, timeout_ns) || queue.forget(result);
+    }
+    if (!ended && !queue.wait(result, timeout_ns)) return status::kTimeout;
+    const u32 status = result.status;
+    delete &result;
+    return status;
+}
+
+void Controller::list_shared(SharedRanges& ranges) {
+    std::lock_guard control(control_);
+    ranges.push_back(
+        {reinterpret_cast<std::uintptr_t>(access_.registers()), access_.register_bytes(), true});
+    for (const DmaMemory& memory : allocated_)
+        ranges.push_back(
+            {reinterpret_cast<std::uintptr_t>(memory.address), memory.length_bytes, false});
+    for (const auto& pair : pairs_) {
+        pair->object.list(ranges);
+        pair->words.list(ranges);
+    }
+}
+
 // ---- trouble, and down ----
 Failure Controller::abort(u32 queue, u32 command_id, bool& aborted) {
+    std::lock_guard control(control_);
     Command command{};
     command.opcode = u8(Admin::kAbort);
     command.cdw10 = command_id << 16 | queue;
@@ -303,14 +375,23 @@ Failure Controller::abort(u32 queue, u32 command_id, bool& aborted) {
     return failure;
 }
 
+void Controller::close_queues() {
+    for (auto& pair : pairs_) {
+        if (pair->queue != nullptr) pair->queue->close();
+    }
+}
+
 void Controller::end_all(u32 why) {
-    admin_.abandon(why);
-    for (auto& queue : queues_) queue->abandon(why);
+    if (admin_.queue != nullptr) admin_.queue->abandon(why);
+    for (auto& pair : pairs_) {
+        if (pair->queue != nullptr) pair->queue->abandon(why);
+    }
 }
 
 Failure Controller::reset() {
-    if (!open_) return failed(-EBADF, "the controller is not open");
-    for (auto& queue : queues_) queue->close();
+    std::lock_guard control(control_);
+    if (!open_) return open(options_);
+    close_queues();
     const Failure stopped = disable();
     // What did not stop may still move bytes: nothing in flight is given back then.
     if (stopped && stopped.code != -ENODEV) return stopped;
@@ -320,9 +401,10 @@ Failure Controller::reset() {
 }
 
 void Controller::close() {
+    std::lock_guard control(control_);
     if (!open_) return;
     open_ = false;
-    for (auto& queue : queues_) queue->close();
+    close_queues();
     if (!dead()) {
         store(kRegConfig, load(kRegConfig) | kConfigShutdown);
         Deadline deadline(kShutdownTimeoutNs);

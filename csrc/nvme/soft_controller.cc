@@ -264,7 +264,7 @@ bool SoftController::serve(u32 queue) {
     Sq& sq = sq_[queue];
     if (sq.entries == nullptr) return false;
     const u32 tail = tail_of(queue);
-    refresh_mappings();  // what was mapped before that tail was rung is reached
+    refresh_mappings();     // what was mapped before that tail was rung is reached
     if (tail >= sq.size) {  // the host wrote nonsense
         fatal_ = true;
         Shared(*reg(kRegStatus)).store_release(load(kRegStatus) | kStatusFatal);

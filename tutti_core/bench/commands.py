@@ -299,3 +299,25 @@ def _sizes(text: str) -> tuple[int, ...]:
         raise ConfigError(
             f"sizes = {text!r} are not sizes", hint="separate them with commas: 256KiB,2MiB"
         ) from None
+
+
+@bench.command("gio")
+def bench_gio(
+    rounds: Annotated[int, typer.Option(min=1, help="Interleaved rounds; 5 for a result.")] = 5,
+    seconds: Annotated[float, typer.Option(help="Of each case in each round.")] = 1.0,
+    peer: Annotated[
+        Path | None, typer.Option(help="Program that measures another queue pair; see --json.")
+    ] = None,
+    json_file: JsonFile = None,
+) -> None:
+    """GPU I/O without a GPU: CPU time to prepare it, and the queues on a software controller."""
+    from tutti_core.bench.gio import GioPlan, run_gio
+
+    check_json(json_file)
+    with spinner("starting") as say:
+        result = run_gio(GioPlan(rounds, seconds, peer), say)
+    show_result(
+        {"command": "bench gio", **result},
+        json_file,
+        lambda console: print_targets(console, result),
+    )

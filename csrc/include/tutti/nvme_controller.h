@@ -1,15 +1,18 @@
 // Bringing a controller up and down: reset, admin queue, identify, I/O queues, shadow doorbells.
 //
-// Host code only, on one thread at a time. How registers and memory for DMA are reached is the
+// Host code only; threads take turns, admin commands one after another. How registers and memory for DMA are reached is the
 // Access's matter: the software controller's, vfio's or sysfs's. Every wait is bounded, by what the
 // controller says of itself or by kAdminTimeoutNs.
 #pragma once
 
+#include <atomic>
 #include <memory>
+#include <mutex>
 #include <string>
 #include <vector>
 
 #include "tutti/nvme_queue.h"
+#include "tutti/shared_memory.h"
 #include "tutti/status.h"
 
 namespace tutti::nvme {
@@ -94,8 +97,8 @@ public:
     /// Reset the device, identify it and make the queues.
     Failure open(const ControllerOptions& options);
     /// After a command hung or the device failed: disable, end everything in flight with
-    /// kDeviceGone, open again. No thread is in the queues; where some are, `close`, let them end,
-    /// and `open`.
+    /// kDeviceGone, open again; after `close`, only the last. No thread is in the queues; where some
+    /// are, `close` and let them end first.
     Failure reset();
     /// Ask the device to stop a command. It may answer that it did not: `aborted` is false then.
     Failure abort(u32 queue, u32 command_id, bool& aborted);
@@ -104,10 +107,24 @@ public:
     void close();
 
     const ControllerFacts& facts() const { return facts_; }
-    u32 queue_count() const { return u32(queues_.size()); }
-    Queue& queue(u32 index) { return *queues_[index]; }
+    u32 queue_count() const { return u32(pairs_.size()); }
+    /// At the same address for as long as the controller object lives, resets included.
+    Queue& queue(u32 index) { return *pairs_[index]->queue; }
     /// Registers are all ones, or the controller says that it failed.
     bool dead();
+    bool is_open() const { return open_; }
+    Access& access() { return access_; }
+
+    /// Flush a namespace: what was written before is durable then. Any thread; one of the I/O
+    /// queues is used. A status of nvme::status, 0 for success.
+    u32 flush(u32 nsid, u64 timeout_ns);
+    /// Move bytes by way of two pages of our own, for what is small and rare. `timeout_ns` is for
+    /// each command. Any thread. A status of nvme::status.
+    /// @param offset_bytes, length_bytes  whole blocks of the namespace
+    u32 transfer(Io op, u32 nsid, u64 offset_bytes, u8* bytes, u64 length_bytes, u64 timeout_ns);
+
+    /// All memory that threads in the queues read and write, registers included.
+    void list_shared(SharedRanges& ranges);
 
 private:
     Failure disable();
@@ -120,6 +137,8 @@ private:
     Failure run(const Command& command, u32* value = nullptr);
     Failure wait_ready(bool wanted, u64 timeout_ns);
     Status memory_for(u64 length_bytes, DmaMemory& memory);
+    u32 run_io(const Command& command, u64 timeout_ns);
+    void close_queues();
     void end_all(u32 why);
     void release_all();
 
@@ -129,26 +148,30 @@ private:
     void store64(u32 offset, u64 value);
     u32* doorbell(u32 queue, bool completion);
 
-    /// The memory of one queue pair.
+    /// One queue pair and its memory, with room for so many entries and ids.
     struct Pair {
         DmaMemory sq, cq;
-        std::vector<u64> marks, owners;
-        std::vector<u32> next;
+        SharedMemory object, words;
+        Queue* queue = nullptr;
+        u32 entries = 0;
+        u32 ids = 0;
     };
     QueueMemory memory_of(Pair& pair, u32 queue);
-    Failure prepare(Pair& pair, Queue& queue, u32 id, u32 entries, u32 ids);
+    Status make_room(Pair& pair, u32 entries, u32 ids);
+    Failure prepare(Pair& pair, u32 id, u32 entries, u32 ids);
 
     Access& access_;
+    std::recursive_mutex control_;  // what is not about single queues, one thread at a time
+    std::mutex pages_mutex_;
+    DmaMemory pages_;  // of `transfer`; guarded by pages_mutex_
     ControllerOptions options_;
     ControllerFacts facts_;
     Capabilities capabilities_{0};
-    Pair admin_pair_;
-    Queue admin_{};
+    Pair admin_;
     DmaMemory page_, shadow_, event_;
     std::vector<std::unique_ptr<Pair>> pairs_;
-    std::vector<std::unique_ptr<Queue>> queues_;
     std::vector<DmaMemory> allocated_;
-    bool open_ = false;
+    std::atomic<bool> open_{false};
     bool stopped_ = true;  // the device moves nothing of ours
 };
 

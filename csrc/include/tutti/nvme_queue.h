@@ -195,7 +195,7 @@ public:
         Deadline deadline(timeout_ns);
         Backoff backoff;
         while (!done(result)) {
-            if (Shared(closed_).load_acquire() == kAbandoned) end_own(result, status::kDeviceGone);
+            if (abandoned()) withdraw(result);
             if (poll(kPollMax) == 0) backoff.turn();
             if (deadline.passed()) return done(result);
         }
@@ -231,6 +231,13 @@ public:
         Shared(poll_lock_).store_release(0);
         return count;
     }
+
+    /// Whether everything was ended by `abandon`.
+    TUTTI_HD bool abandoned() { return Shared(closed_).load_acquire() == kAbandoned; }
+
+    /// End a command of one's own that was placed while the queue was being abandoned. Does nothing
+    /// to one that another thread ends.
+    TUTTI_HD void withdraw(Result& result) { end_own(result, status::kDeviceGone); }
 
     TUTTI_HD const QueueStats& stats() const { return stats_; }
     TUTTI_HD u32 id() const { return id_; }

@@ -101,6 +101,18 @@ TUTTI_HD inline void full_fence() {
 #endif
 }
 
+TUTTI_HD inline u32 popcount(u32 bits) {
+#if defined(__CUDA_ARCH__)
+    return u32(__popc(bits));
+#elif defined(__CUDACC__)
+    u32 count = 0;
+    for (; bits != 0; bits &= bits - 1) ++count;
+    return count;
+#else
+    return u32(__builtin_popcount(bits));
+#endif
+}
+
 /// A monotonic clock. On a GPU a read costs about a microsecond and has that resolution.
 TUTTI_HD inline u64 now_ns() {
 #if defined(__CUDA_ARCH__)
