@@ -117,14 +117,16 @@ class SoftController:
         serial: str = "TUTTI-SOFT-1",
         files: list[int] = ...,
         null_backend: bool = False,
+        cuda_library: str = "",
     ) -> None:
         """Start one. `transfer_shift`: MDTS, 4096 << n bytes a command, 0 for no limit.
 
         `files`: descriptors that stay the caller's, one for each namespace and at least that long;
-        none: memory.
+        none: memory. `cuda_library`: "libcuda.so.1"; memory of the first GPU may then be registered
+        too, and is copied to by the driver; without `files` alone.
 
         Raises
-            ValueError: an option is out of bounds. OSError: no memory, or no thread.
+            ValueError: an option is out of bounds. OSError: no memory, no thread, or no GPU.
         """
 
     def inject(
@@ -200,7 +202,7 @@ class NvmeController:
         """Let the device reach whole pages; an id, or a negative errno."""
 
     def unregister_memory(self, region: int) -> int:
-        """0; -ENOENT; -EBUSY while an IOCB uses it."""
+        """0; -ENOENT; -EBUSY while an IOCB uses it, or one that timed out did, until a reset."""
 
     def flush(self, nsid: int, timeout_s: float) -> int:
         """Make what was written durable. 0 or an NVMe status."""
@@ -234,7 +236,8 @@ class GioRing:
     ) -> None:
         """Make one of `depth` IOCBs; devices are controller and namespace.
 
-        threads: of the CPU executor; 0: launches are the caller's matter, see `launch`.
+        threads: of the CPU executor; 0: launches are the caller's matter, see `launch`; each
+            controller then needs two pairs of queues, of which one is the CPU's.
         timeout_s: of each launch.
 
         Raises
@@ -262,13 +265,17 @@ class GioRing:
         """
 
     def issue_io(self, iocbs: npt.NDArray[np.uint32], sms: int) -> int:
-        """Send IOCBs by one launch, on so many threads or SMs at most. 0 or a negative errno."""
+        """Send IOCBs by one launch, on so many threads or SMs at most. 0 or a negative errno.
+
+        -EBUSY: a device of theirs is being reset; -ESHUTDOWN: closed; -EINVAL: not prepared.
+        Nothing was sent then.
+        """
 
     def launch(self) -> bytes:
         """The last launch, as the kernel's argument. For the thread that issued it."""
 
     def refuse(self, iocbs: npt.NDArray[np.uint32]) -> int:
-        """The launch of issued IOCBs failed. 0 or -EINVAL."""
+        """The launch of issued IOCBs failed, or its lanes are gone. 0 or -EINVAL."""
 
     def wait_cqe(self, iocb: int, timeout_s: float) -> npt.NDArray[np.uint32] | None:
         """NVMe statuses of an IOCB's fragments, which frees it; None: not yet.
@@ -278,13 +285,19 @@ class GioRing:
         """
 
     def reset_device(self, device: int, timeout_s: float) -> None:
-        """Wait until nothing is in flight, then reset a device's controller. Raises OSError."""
+        """Wait for the launches that touch a device, then reset its controller.
+
+        Launches for other devices go on meanwhile. Raises OSError.
+        """
 
     def view_address(self) -> int:
         """Address of what a kernel gets to see of the ring."""
 
     def shared_ranges(self) -> list[tuple[int, int, str]]:
         """As of NvmeController, with the ring's own and its controllers'."""
+
+    def shared_version(self) -> int:
+        """Another number whenever `shared_ranges` may say something else than before."""
 
     def stats(self) -> dict[str, int]: ...
     def close(self) -> None:

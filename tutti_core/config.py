@@ -48,8 +48,10 @@ class StoreConfig(BaseModel):
                     may have it in TUTTI_ENCRYPTION_KEY. A store is created encrypted or not, and
                     stays so.
     transport       "auto" takes io_uring with O_DIRECT where the machine allows it, else posix;
-                    "gds" is GPU Direct Storage, for engines that load straight into GPU memory
-                    (docs/paths.md).
+                    "gds" is GPU Direct Storage, for engines that load straight into GPU memory;
+                    "gpu" issues NVMe commands itself (docs/paths.md).
+    gpu_controller  of "gpu": "vfio" drives NVMe devices that are bound to vfio-pci; "software"
+                    serves files by controllers in software, for tests.
     segment         unit of space that belongs to one writer and one page size; fixed when the store
                     is created. Default: 1/64 of the capacity as a power of two, 1 MiB to 1 GiB.
     catalog         share of `capacity` kept for the catalog. Default: 1/32, 8 MiB to 8 GiB (beyond
@@ -97,7 +99,8 @@ class StoreConfig(BaseModel):
     serials: tuple[str, ...] = ()
     trust_path: bool = False
     encryption_key_file: Path | None = None
-    transport: Literal["auto", "uring", "posix", "gds"] = "auto"
+    transport: Literal["auto", "gpu", "gds", "uring", "posix"] = "auto"
+    gpu_controller: Literal["vfio", "software"] = "vfio"
     segment: ByteSize | None = None
     catalog: ByteSize | None = None
     preallocate: Literal["segment", "full"] = "segment"

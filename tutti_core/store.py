@@ -440,6 +440,7 @@ class PrefixStore:
                     queue_depth=config.queue_depth,
                     transfer_bytes_max=int(config.transfer_max),
                     bounce_bytes=int(config.bounce),
+                    software_nvme=config.gpu_controller == "software",
                 ),
             )
             undo.callback(self._transport.close)

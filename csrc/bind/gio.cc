@@ -129,6 +129,8 @@ public:
         return result;
     }
 
+    u64 shared_version() { return open().shared_version(); }
+
     nb::dict stats() {
         const gio::RingStats s = open().stats();
         nb::dict d;
@@ -179,6 +181,7 @@ void bind_gio(nb::module_& m) {
         .def("reset_device", &PyRing::reset_device, "device"_a, "timeout_s"_a)
         .def("view_address", &PyRing::view_address)
         .def("shared_ranges", &PyRing::shared_ranges)
+        .def("shared_version", &PyRing::shared_version)
         .def("stats", &PyRing::stats)
         .def("close", &PyRing::close);
 }

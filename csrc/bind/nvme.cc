@@ -46,7 +46,8 @@ class PySoft {
 public:
     PySoft(u64 namespace_bytes, u32 namespace_count, u32 block_bytes, u32 transfer_shift,
            u32 queue_entries_max, u32 queue_pairs_max, bool sgl, bool shadow_doorbells,
-           const std::string& serial, const std::vector<int>& files, bool null_backend) {
+           const std::string& serial, const std::vector<int>& files, bool null_backend,
+           const std::string& cuda_library) {
         const bool blocks = block_bytes == 512 || block_bytes == 4096;
         if (!blocks || namespace_bytes == 0 || namespace_bytes % block_bytes != 0 ||
             namespace_count < 1 || namespace_count > nvme::kSoftNamespacesMax ||
@@ -66,6 +67,7 @@ public:
         options.serial = serial;
         options.files = files;
         options.null_backend = null_backend;
+        options.cuda_library = cuda_library;
         options_ = options;
         Status status = 0;
         {
@@ -73,7 +75,11 @@ public:
             soft_ = std::make_shared<nvme::SoftController>(options);
             status = soft_->start();
         }
-        if (status != 0) raise_os_error(status, "the software controller does not start");
+        if (status != 0) {
+            const std::string& why = soft_->why();
+            raise_os_error(
+                status, "the software controller does not start" + (why.empty() ? "" : ": " + why));
+        }
     }
     ~PySoft() {
         if (!owner_.here()) {  // its thread is the parent's
@@ -218,7 +224,7 @@ nb::dict stats(PyController& self) {
     nvme::Controller& controller = *open(self).controller;
     nvme::QueueStats sum{};
     for (u32 at = 0; at < controller.queue_count(); ++at) {
-        const nvme::QueueStats& s = controller.queue(at).stats();
+        const nvme::QueueStats s = controller.queue(at).stats();
         sum.sq_doorbells += s.sq_doorbells;
         sum.sq_doorbells_elided += s.sq_doorbells_elided;
         sum.cq_doorbells += s.cq_doorbells;
@@ -246,6 +252,7 @@ void reset(PyController& self) {
     {
         nb::gil_scoped_release unlocked;
         failure = handle.controller->reset();
+        if (!failure) handle.memory->reclaim();
     }
     if (failure) raise_os_error(failure.code, failure.what);
 }
@@ -326,11 +333,11 @@ void close(PyController& self) {
 void bind_nvme(nb::module_& m) {
     nb::class_<PySoft>(m, "SoftController")
         .def(nb::init<u64, u32, u32, u32, u32, u32, bool, bool, const std::string&,
-                      const std::vector<int>&, bool>(),
+                      const std::vector<int>&, bool, const std::string&>(),
              nb::kw_only(), "namespace_bytes"_a, "namespace_count"_a = 1, "block_bytes"_a = 512,
              "transfer_shift"_a = 7, "queue_entries_max"_a = 1024, "queue_pairs_max"_a = 64,
              "sgl"_a = true, "shadow_doorbells"_a = true, "serial"_a = "TUTTI-SOFT-1",
-             "files"_a = std::vector<int>{}, "null_backend"_a = false)
+             "files"_a = std::vector<int>{}, "null_backend"_a = false, "cuda_library"_a = "")
         .def("inject", &PySoft::inject, "kind"_a, nb::kw_only(), "queue"_a = 0, "opcode"_a = -1,
              "skip"_a = 0, "count"_a = 1, "status"_a = 0, "turns"_a = 0)
         .def("clear_faults", &PySoft::clear_faults)

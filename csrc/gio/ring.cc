@@ -12,6 +12,10 @@ namespace {
 constexpr u64 kWatchNs = 50'000'000;
 /// Of waits that go on for longer than some polls.
 constexpr u64 kNapNs = 20'000;
+/// What a launch may take for its end beyond its own timeout.
+constexpr u64 kEndNs = 1'000'000'000;
+/// Words of a set of regions.
+constexpr u32 kRegionWords = nvme::kRegionsMax / 64;
 
 void nap() {
     const timespec time{0, kNapNs};
@@ -38,7 +42,9 @@ Status Ring::start(std::span<const Target> targets, const RingOptions& options,
     }
     options_ = options;
     targets_.assign(targets.begin(), targets.end());
-    used_.resize(options.depth);
+    used_.resize(options.depth * targets.size() * kRegionWords);
+    devices_.resize(options.depth);
+    touched_.resize(options.depth);
     if (const Status status = view_memory_.allocate(sizeof(View))) return status;
     if (const Status status = words_memory_.allocate(options.depth * sizeof(u32))) return status;
     if (const Status status = iocbs_memory_.allocate(options.depth * sizeof(Iocb))) return status;
@@ -61,9 +67,18 @@ Status Ring::start(std::span<const Target> targets, const RingOptions& options,
             return failure.code;
         }
         Device& device = view_->devices[at];
-        device.queue_count = std::min(target.controller->queue_count(), kQueuesMax);
+        // The first pair is the CPU's, for what the controller does itself: a GPU's read-modify-write
+        // of host memory may be atomic to other GPU threads alone.
+        const u32 skip = options.threads == 0 ? 1 : 0;
+        const u32 pairs = target.controller->queue_count();
+        if (pairs <= skip) {
+            failure = {-EINVAL, 0,
+                       "lanes that are no CPU threads need queues of their own: two pairs"};
+            return failure.code;
+        }
+        device.queue_count = std::min(pairs - skip, kQueuesMax);
         for (u32 queue = 0; queue < device.queue_count; ++queue)
-            device.queues[queue] = &target.controller->queue(queue);
+            device.queues[queue] = &target.controller->queue(queue + skip);
         device.regions = target.memory->regions();
         device.nsid = target.nsid;
         device.block_shift = u32(std::countr_zero(found->block_bytes));
@@ -78,7 +93,16 @@ Status Ring::start(std::span<const Target> targets, const RingOptions& options,
     return executor_->start(options.threads);
 }
 
-Ring::~Ring() { close(); }
+Ring::~Ring() {
+    close();
+    for (u32 id = 0; view_ != nullptr && id < view_->depth; ++id) {
+        if (ended(id)) continue;
+        // Lanes of an external executor that never ended: what they write to stays.
+        for (SharedMemory* memory : {&view_memory_, &words_memory_, &iocbs_memory_})
+            new SharedMemory(std::move(*memory));
+        return;
+    }
+}
 
 /// Make a transition of the CPU's; false where the table refuses it.
 bool Ring::become(u32 id, Event event) {
@@ -135,13 +159,13 @@ Status Ring::prepare(u32 id, nvme::Io op, const FragmentArrays& fragments) {
     Iocb& iocb = view_->iocbs[id];
     if (Shared(iocb.state).load_acquire() != u32(State::kPrepared)) return -EINVAL;
     let_go(id);
+    devices_[id] = 0;
     iocb.op = u32(op);
     iocb.count = u32(count);
     // One device after another, so that each table is held once; most IOCBs have one device.
     u64 refused = 0;
     for (u32 device = 0; device < view_->device_count; ++device) {
         nvme::MemoryTable::Finder finder(*targets_[device].memory);
-        int last = -1;
         for (u32 index = 0; index < count; ++index) {
             if (fragments.device[index] != device) continue;
             Work& work = iocb.work[index];
@@ -160,13 +184,11 @@ Status Ring::prepare(u32 id, nvme::Io op, const FragmentArrays& fragments) {
             }
             iocb.fragments[index] = {address, fragments.offset_bytes[index], u32(length),
                                      u16(device), u16(region)};
-            if (region == last) continue;
-            last = region;
-            const std::pair<u32, u32> use{device, u32(region)};
-            if (std::find(used_[id].begin(), used_[id].end(), use) == used_[id].end()) {
-                used_[id].push_back(use);
-                finder.use(u32(region));
-            }
+            devices_[id] |= 1u << device;
+            u64& word = used_[(id * view_->device_count + device) * kRegionWords + u32(region) / 64];
+            const u64 bit = u64{1} << (region % 64);
+            if ((word & bit) == 0) finder.use(u32(region));
+            word |= bit;
         }
     }
     count_.refused += refused;
@@ -184,13 +206,18 @@ Status Ring::issue_io(std::span<const u32> ids, u32 lanes, Launch& launch) {
                 ids.begin() + std::ptrdiff_t(at))
             return -EINVAL;
     }
+    u32 devices = 0;
+    for (const u32 id : ids) devices |= devices_[id];
+    if ((devices & resetting_) != 0) return -EBUSY;
     launch.timeout_ns = options_.timeout_ns;
     launch.iocb_count = 0;
+    launch.devices = devices;
     launch.first[0] = 0;
     for (const u32 id : ids) {
         Iocb& iocb = view_->iocbs[id];
         iocb.generation = view_->words[id] + 1;
         iocb.left = iocb.count;
+        touched_[id] = devices;
         count_.fragments += iocb.count;
         if (iocb.count == 0) {  // nothing to do
             become(id, Event::kFinish);
@@ -210,10 +237,18 @@ Status Ring::issue_io(std::span<const u32> ids, u32 lanes, Launch& launch) {
     return 0;
 }
 
+bool Ring::begin_refusal(u32 id) {
+    if (become(id, Event::kRefuse)) return true;
+    if (id >= view_->depth || executor_ != nullptr) return false;
+    // In place of the lanes, which are gone.
+    return Shared(view_->iocbs[id].state).load_acquire() == u32(State::kRunning) &&
+           become(id, Event::kFinish);
+}
+
 Status Ring::refuse(std::span<const u32> ids) {
     Status status = 0;
     for (const u32 id : ids) {
-        if (!become(id, Event::kRefuse)) {
+        if (!begin_refusal(id)) {
             status = -EINVAL;
             continue;
         }
@@ -221,8 +256,9 @@ Status Ring::refuse(std::span<const u32> ids) {
         for (u32 index = 0; index < iocb.count; ++index) {
             Work& work = iocb.work[index];
             if (work.phase == Phase::kEnded) continue;
+            const bool flying = work.phase == Phase::kFlying;
             work.phase = Phase::kEnded;
-            work.status = nvme::status::kNotIssued;
+            work.status = flying ? nvme::status::kTimeout : nvme::status::kNotIssued;
         }
         Shared(view_->words[id]).store_release(iocb.generation);
     }
@@ -234,22 +270,24 @@ Status Ring::wait_cqe(u32 id, u64 timeout_ns, std::vector<u32>& statuses) {
     Iocb& iocb = view_->iocbs[id];
     const u32 state = Shared(iocb.state).load_acquire();
     if (state == u32(State::kFree) || state == u32(State::kPrepared)) return -EINVAL;
+    const u32 wanted = iocb.generation;
     const u64 end_ns = now_ns() + timeout_ns;
-    for (u32 turns = 0; Shared(view_->words[id]).load_acquire() != iocb.generation; ++turns) {
+    for (u32 turns = 0; Shared(view_->words[id]).load_acquire() != wanted; ++turns) {
         if (turns < 64) continue;
         watch();
         if (now_ns() >= end_ns) return -ETIME;
         nap();
     }
-    if (!become(id, Event::kTake)) return -EINVAL;  // another thread that waited was faster
+    std::lock_guard guard(mutex_);
+    if (Shared(iocb.state).load_acquire() != u32(State::kDone)) return -EINVAL;
     statuses.resize(iocb.count);
     for (u32 index = 0; index < iocb.count; ++index) {
         statuses[index] = iocb.work[index].status;
         if (statuses[index] != 0) ++count_.failed;
         if (statuses[index] == nvme::status::kTimeout) ++count_.timeouts;
     }
-    std::lock_guard guard(mutex_);
     let_go(id);
+    become(id, Event::kTake);
     free_.push_back(id);
     return 0;
 }
@@ -261,35 +299,87 @@ void Ring::watch() {
     const u64 now = now_ns();
     if (now < last + kWatchNs || !watched_ns_.compare_exchange_strong(last, now)) return;
     for (const Target& target : targets_) {
-        if (target.controller->is_open() && target.controller->dead()) target.controller->close();
+        if (target.controller->close_if_dead()) target.memory->reclaim();
     }
 }
 
 Status Ring::reset_device(u32 device, u64 timeout_ns, std::string& what) {
     if (device >= view_->device_count) return -EINVAL;
-    const u64 end_ns = now_ns() + timeout_ns;
+    {
+        std::lock_guard guard(mutex_);
+        if ((resetting_ >> device & 1) != 0) {
+            what = "the device is being reset already";
+            return -EBUSY;
+        }
+        resetting_ |= 1u << device;
+    }
+    const Target& target = targets_[device];
+    // Launches that were issued already must not wait for their own deadlines one by one.
+    target.controller->close_queues();
+    Status status = -ETIME;
+    what = "transfers are still in flight";
+    if (wait_quiet(1u << device, now_ns() + timeout_ns)) {
+        ++count_.resets;
+        nvme::Failure failure = target.controller->reset();
+        status = failure.code;
+        what = std::move(failure.what);
+        if (status == 0 || target.controller->stopped()) target.memory->reclaim();
+    }
+    std::lock_guard guard(mutex_);
+    resetting_ &= ~(1u << device);
+    return status;
+}
+
+/// Wait until no lane can be in the queues of these devices: those of a launch poll all queues that
+/// it has put commands into, until they have ended. False: not in time.
+bool Ring::wait_quiet(u32 devices, u64 end_ns) {
     for (u32 id = 0; id < view_->depth;) {
-        const u32 state = Shared(view_->iocbs[id].state).load_acquire();
-        if (state != u32(State::kIssued) && state != u32(State::kRunning)) {
+        if (!under_way(id, devices)) {
             ++id;
             continue;
         }
         watch();
-        if (now_ns() >= end_ns) {
-            what = "transfers are still in flight";
-            return -ETIME;
-        }
+        if (now_ns() >= end_ns) return false;
         nap();
     }
-    ++count_.resets;
-    const nvme::Failure failure = targets_[device].controller->reset();
-    what = failure.what;
-    return failure.code;
+    return true;
 }
 
+/// Whether no lane has, or will have, to do with an IOCB.
+bool Ring::ended(u32 id) const {
+    const u32 state = Shared(view_->iocbs[id].state).load_acquire();
+    return state != u32(State::kIssued) && state != u32(State::kRunning);
+}
+
+/// Whether an IOCB was issued by a launch that touches one of these devices, and has not ended.
+bool Ring::under_way(u32 id, u32 devices) {
+    if (ended(id)) return false;
+    std::lock_guard guard(mutex_);
+    return (touched_[id] & devices) != 0;
+}
+
+/// The regions of an IOCB are its no more; of devices that did not answer in time they are lost.
 void Ring::let_go(u32 id) {
-    for (const auto& [target, region] : used_[id]) targets_[target].memory->drop(region);
-    used_[id].clear();
+    const Iocb& iocb = view_->iocbs[id];
+    u32 silent = 0;
+    for (u32 index = 0; index < iocb.count; ++index) {
+        if (iocb.work[index].status == nvme::status::kTimeout)
+            silent |= 1u << iocb.fragments[index].device;
+    }
+    for (u32 device = 0; device < view_->device_count; ++device) {
+        nvme::MemoryTable& memory = *targets_[device].memory;
+        u64* words = &used_[(id * view_->device_count + device) * kRegionWords];
+        for (u32 at = 0; at < kRegionWords; ++at) {
+            for (; words[at] != 0; words[at] &= words[at] - 1) {
+                const u32 region = at * 64 + u32(std::countr_zero(words[at]));
+                if ((silent >> device & 1) != 0) {
+                    memory.lose(region);
+                } else {
+                    memory.drop(region);
+                }
+            }
+        }
+    }
 }
 
 void Ring::list_shared(SharedRanges& ranges) {
@@ -302,19 +392,31 @@ void Ring::list_shared(SharedRanges& ranges) {
     }
 }
 
+u64 Ring::shared_version() const {
+    u64 version = count_.resets;
+    for (const Target& target : targets_) version += target.memory->shared_version();
+    return version;
+}
+
 RingStats Ring::stats() const {
     return {count_.launches, count_.iocbs,    count_.fragments, count_.refused,
             count_.failed,   count_.timeouts, count_.resets};
 }
 
 void Ring::close() {
+    std::lock_guard closing(closing_);
     {
         std::lock_guard guard(mutex_);
         closed_ = true;
     }
     // Its threads end with the last launch, which has a timeout.
     if (executor_ != nullptr) executor_->stop();
-    for (u32 id = 0; view_ != nullptr && id < view_->depth; ++id) let_go(id);
+    if (view_ == nullptr) return;
+    (void)wait_quiet(~u32{0}, now_ns() + options_.timeout_ns + kEndNs);
+    std::lock_guard guard(mutex_);
+    for (u32 id = 0; id < view_->depth; ++id) {
+        if (ended(id)) let_go(id);
+    }
 }
 
 }  // namespace tutti::gio

@@ -77,13 +77,13 @@ Failure Controller::open(const ControllerOptions& options) {
     if (open_) return failed(-EBUSY, "the controller is open already");
     options_ = options;
     open_ = true;
-    stopped_ = false;
     Failure failure = start();
     if (failure) close();
     return failure;
 }
 
 Failure Controller::start() {
+    std::lock_guard alone(running_);
     capabilities_ = {load64(kRegCap)};
     if (capabilities_.gone()) return gone();
     if (!capabilities_.nvm_command_set())
@@ -126,6 +126,7 @@ Failure Controller::enable() {
     if (Failure failure = prepare(admin_, 0, kAdminEntries, kAdminEntries - 1)) return failure;
     if (page_.address == nullptr && memory_for(kPageBytes, page_) != 0)
         return failed(-ENOMEM, "no memory for DMA");
+    stopped_ = false;
     store(kRegAdminSizes, (kAdminEntries - 1) << 16 | (kAdminEntries - 1));
     store64(kRegAdminSq, admin_.sq.dma);
     store64(kRegAdminCq, admin_.cq.dma);
@@ -166,14 +167,17 @@ QueueMemory Controller::memory_of(Pair& pair, u32 queue) {
 Status Controller::make_room(Pair& pair, u32 entries, u32 ids) {
     if (pair.queue == nullptr) {
         if (const Status status = pair.object.allocate(sizeof(Queue))) return status;
-        pair.queue = new (pair.object.at<void>()) Queue;
+        pair.queue = new (pair.object.at<void>()) Queue{};
     }
     if (pair.entries >= entries && pair.ids >= ids) return 0;
     if (const Status status = memory_for(entries * sizeof(Command), pair.sq)) return status;
     if (const Status status = memory_for(entries * sizeof(Completion), pair.cq)) return status;
+    if (const Status status =
+            pair.words.allocate(entries * sizeof(u64) + ids * (sizeof(u64) + sizeof(u32))))
+        return status;
     pair.entries = entries;
     pair.ids = ids;
-    return pair.words.allocate(entries * sizeof(u64) + ids * (sizeof(u64) + sizeof(u32)));
+    return 0;
 }
 
 Failure Controller::prepare(Pair& pair, u32 id, u32 entries, u32 ids) {
@@ -213,18 +217,19 @@ Failure Controller::identify() {
     };
     if (Failure failure = ask(kIdentifyController, 0)) return failure;
     const u8* page = page_.address;
-    facts_ = {};
-    facts_.serial = text(page + 4, 20);
-    facts_.model = text(page + 24, 40);
-    facts_.firmware = text(page + 64, 8);
-    facts_.version = load(kRegVersion);
+    ControllerFacts found;
+    found.serial = text(page + 4, 20);
+    found.model = text(page + 24, 40);
+    found.firmware = text(page + 64, 8);
+    found.version = load(kRegVersion);
     const u32 shift = page[77];
-    facts_.transfer_bytes_max = kTransferBytesCap;
+    found.transfer_bytes_max = kTransferBytesCap;
     if (shift != 0 && shift < 32)
-        facts_.transfer_bytes_max = std::min(u64{kPageBytes} << shift, kTransferBytesCap);
-    facts_.queue_entries_max = capabilities_.queue_entries_max();
-    facts_.shadow_doorbells = options_.shadow_doorbells && (get<u16>(page, 256) >> 8 & 1) != 0;
-    facts_.sgl = (get<u32>(page, 536) & 3) == 1;  // data blocks at any address
+        found.transfer_bytes_max = std::min(u64{kPageBytes} << shift, kTransferBytesCap);
+    found.queue_entries_max = capabilities_.queue_entries_max();
+    found.queue_pairs_max = facts_.queue_pairs_max;
+    found.shadow_doorbells = options_.shadow_doorbells && (get<u16>(page, 256) >> 8 & 1) != 0;
+    found.sgl = (get<u32>(page, 536) & 3) == 1;  // data blocks at any address
 
     if (Failure failure = ask(kIdentifyActiveNamespaces, 0)) return failure;
     std::vector<u32> ids;
@@ -238,8 +243,10 @@ Failure Controller::identify() {
         if (lba_shift < 9 || lba_shift > 16)
             return failed(-ENOTSUP, "namespace " + std::to_string(id) + " has blocks of 2^" +
                                         std::to_string(lba_shift) + " bytes");
-        facts_.namespaces.push_back({id, get<u64>(page, 0), 1u << lba_shift, lbaf & 0xffff});
+        found.namespaces.push_back({id, get<u64>(page, 0), 1u << lba_shift, lbaf & 0xffff});
     }
+    std::lock_guard guard(facts_mutex_);
+    facts_ = std::move(found);
     return {};
 }
 
@@ -263,7 +270,10 @@ Failure Controller::make_queues() {
     command.cdw11 = (options_.queue_pairs - 1) << 16 | (options_.queue_pairs - 1);
     u32 given = 0;
     if (Failure failure = run(command, &given)) return failure;
-    facts_.queue_pairs_max = std::min((given & 0xffff) + 1, (given >> 16) + 1);
+    {
+        std::lock_guard guard(facts_mutex_);
+        facts_.queue_pairs_max = std::min((given & 0xffff) + 1, (given >> 16) + 1);
+    }
     u32 count = std::min(options_.queue_pairs, facts_.queue_pairs_max);
     const u64 end = doorbell_offset(count + 1, false, capabilities_.stride_shift());
     if (end > access_.register_bytes())
@@ -305,9 +315,10 @@ u32 Controller::flush(u32 nsid, u64 timeout_ns) {
 
 u32 Controller::transfer(Io op, u32 nsid, u64 offset_bytes, u8* bytes, u64 length_bytes,
                          u64 timeout_ns) {
-    const auto found = std::find_if(facts_.namespaces.begin(), facts_.namespaces.end(),
+    const std::vector<Namespace> namespaces = facts().namespaces;
+    const auto found = std::find_if(namespaces.begin(), namespaces.end(),
                                     [nsid](const Namespace& one) { return one.id == nsid; });
-    if (found == facts_.namespaces.end()) return status::kInvalidNamespace;
+    if (found == namespaces.end()) return status::kInvalidNamespace;
     const u64 block = found->block_bytes;
     if (offset_bytes % block != 0 || length_bytes % block != 0 || block > kPageBytes)
         return status::kInvalidField;
@@ -334,6 +345,8 @@ u32 Controller::transfer(Io op, u32 nsid, u64 offset_bytes, u8* bytes, u64 lengt
 }
 
 u32 Controller::run_io(const Command& command, u64 timeout_ns) {
+    std::shared_lock running(running_);
+    if (!open_) return status::kDeviceGone;
     if (pairs_.empty()) return status::kNotIssued;
     Queue& queue = *pairs_[0]->queue;
     // Not on the stack: if it has to be forgotten while another thread retires it, that one may
@@ -395,6 +408,7 @@ Failure Controller::reset() {
     const Failure stopped = disable();
     // What did not stop may still move bytes: nothing in flight is given back then.
     if (stopped && stopped.code != -ENODEV) return stopped;
+    stopped_ = true;
     end_all(status::kDeviceGone);
     if (stopped) return stopped;
     return start();
@@ -416,6 +430,13 @@ void Controller::close() {
     const Failure failure = disable();
     stopped_ = !failure || failure.code == -ENODEV;
     if (stopped_) end_all(status::kDeviceGone);
+}
+
+bool Controller::close_if_dead() {
+    std::unique_lock control(control_, std::try_to_lock);
+    if (!control.owns_lock() || !open_ || !dead()) return false;
+    close();
+    return stopped_;
 }
 
 void Controller::release_all() {

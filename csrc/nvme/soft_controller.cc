@@ -80,6 +80,15 @@ Status SoftController::start() {
         for (u32 i = 0; i < o.namespace_count; ++i)
             media_.push_back(std::make_unique<u8[]>(o.namespace_bytes));
     }
+    if (!o.cuda_library.empty()) {
+        if (!o.files.empty()) {
+            why_ = "namespaces in files are not copied to GPUs";
+            return -ENOTSUP;
+        }
+        copies_ = DeviceCopy::open(o.cuda_library, why_);
+        if (copies_ == nullptr) return -ENOTSUP;
+        for (const auto& media : media_) copies_->pin(media.get(), o.namespace_bytes);
+    }
     plug_in_.store(true);
     follow_config();
     thread_ = std::thread([this] { run(); });
@@ -90,11 +99,12 @@ Status SoftController::start() {
 u64 SoftController::map(void* address, u64 length_bytes) {
     const u64 start = u64(reinterpret_cast<std::uintptr_t>(address));
     if (length_bytes == 0 || start % kPageBytes != 0 || length_bytes % kPageBytes != 0) return 0;
+    const bool device = copies_ != nullptr && copies_->is_device(address);
     const std::lock_guard lock(mutex_);
     if (mappings_.size() >= kMappingsMax) return 0;
     const u64 dma = next_dma_;
     next_dma_ += length_bytes + kPageBytes;  // a gap: what runs over the end is noticed
-    mappings_.push_back({dma, static_cast<u8*>(address), length_bytes});
+    mappings_.push_back({dma, static_cast<u8*>(address), length_bytes, device});
     mappings_version_.fetch_add(1);
     return dma;
 }
@@ -291,8 +301,9 @@ bool SoftController::serve(u32 queue) {
             const u32 status = serve_admin(command, value);
             complete(0, command.id, status | (status != 0 ? status::kDoNotRetry : 0), value);
         }
-        if (fatal_ || gone_) return true;
+        if (fatal_ || gone_) break;
     }
+    complete_copied();
     return true;
 }
 
@@ -351,26 +362,35 @@ void SoftController::write_completion(const Posted& posted, u32 sq_id, u32 head,
 }
 
 // ---- memory ----
-u8* SoftController::reach(u64 dma, u64 length_bytes) {
+const SoftController::Mapping* SoftController::mapping_of(u64 dma, u64 length_bytes) {
     auto next = std::upper_bound(reachable_.begin(), reachable_.end(), dma,
                                  [](u64 at, const Mapping& mapping) { return at < mapping.dma; });
     if (next != reachable_.begin()) {
         const Mapping& mapping = *std::prev(next);
         const u64 skip = dma - mapping.dma;
         if (skip <= mapping.length_bytes && length_bytes <= mapping.length_bytes - skip)
-            return mapping.address + skip;
+            return &mapping;
     }
     count_.unmapped.fetch_add(1, std::memory_order_relaxed);
     return nullptr;
 }
 
+/// Host memory by device address, or null.
+u8* SoftController::reach(u64 dma, u64 length_bytes) {
+    const Mapping* mapping = mapping_of(dma, length_bytes);
+    return mapping == nullptr || mapping->device ? nullptr
+                                                 : mapping->address + (dma - mapping->dma);
+}
+
 bool SoftController::add_piece(u64 dma, u64 length_bytes) {
-    u8* address = reach(dma, length_bytes);
-    if (address == nullptr) return false;
-    if (!pieces_.empty() && pieces_.back().address + pieces_.back().length_bytes == address) {
+    const Mapping* mapping = mapping_of(dma, length_bytes);
+    if (mapping == nullptr) return false;
+    u8* address = mapping->address + (dma - mapping->dma);
+    if (!pieces_.empty() && pieces_.back().address + pieces_.back().length_bytes == address &&
+        pieces_.back().device == mapping->device) {
         pieces_.back().length_bytes += u32(length_bytes);
     } else {
-        pieces_.push_back({address, u32(length_bytes)});
+        pieces_.push_back({address, u32(length_bytes), mapping->device});
     }
     return true;
 }
@@ -437,10 +457,39 @@ void SoftController::serve_io(u32 queue, const Command& command) {
     SoftFault fault;
     if (any_faults_.load(std::memory_order_acquire) && take_fault(queue, command, fault)) {
         count_.faults.fetch_add(1, std::memory_order_relaxed);
+        complete_copied();
         meet(queue, command, fault);
         return;
     }
-    complete(queue, command.id, execute(command, SoftFault::Kind::kStatus));
+    const u32 status = run_command(command, SoftFault::Kind::kStatus);
+    if (copies_queued_) {
+        copying_.push_back(
+            {queue, command.id, status});  // the copies of a burst are waited for together
+    } else {
+        complete(queue, command.id, status);
+    }
+}
+
+/// Wait for queued copies. A status.
+u32 SoftController::finish_copies() {
+    if (!copies_queued_) return 0;
+    copies_queued_ = false;
+    return copies_->finish() ? 0 : status::kDataTransfer;
+}
+
+/// End the commands of a burst whose copies were queued.
+void SoftController::complete_copied() {
+    const u32 status = finish_copies();
+    for (const Copying& one : copying_)
+        complete(one.queue, one.id, one.status != 0 ? one.status : status);
+    copying_.clear();
+}
+
+/// Carry a command out; nothing of it is queued on return.
+u32 SoftController::execute(const Command& command, SoftFault::Kind how) {
+    const u32 status = run_command(command, how);
+    const u32 copied = finish_copies();
+    return status != 0 ? status : copied;
 }
 
 bool SoftController::take_fault(u32 queue, const Command& command, SoftFault& fault) {
@@ -526,7 +575,7 @@ void SoftController::meet(u32 queue, const Command& command, const SoftFault& fa
     }
 }
 
-u32 SoftController::execute(const Command& command, SoftFault::Kind how) {
+u32 SoftController::run_command(const Command& command, SoftFault::Kind how) {
     const bool flush = command.opcode == u8(Io::kFlush);
     if (flush && command.nsid == kAllNamespaces) return 0;
     if (command.nsid < 1 || command.nsid > options_.namespace_count)
@@ -552,6 +601,10 @@ u32 SoftController::move(const Command& command, SoftFault::Kind how) {
     if (how == SoftFault::Kind::kShort) length /= 2;
     const bool write = command.opcode == u8(Io::kWrite);
     const u64 at = lba * options_.block_bytes;
+    if (std::any_of(pieces_.begin(), pieces_.end(), [](const Piece& one) { return one.device; })) {
+        if (how == SoftFault::Kind::kFlip) return status::kInternal;
+        return copy_parts(media_[command.nsid - 1].get() + at, write, length);
+    }
     std::vector<iovec> parts;
     for (const Piece& piece : pieces_) {
         const u64 part = std::min<u64>(piece.length_bytes, length);
@@ -573,6 +626,20 @@ u32 SoftController::move(const Command& command, SoftFault::Kind how) {
     if (how == SoftFault::Kind::kFlip) first[0] ^= 1;
     if (good) return 0;
     return write ? status::kWriteFault : status::kReadError;
+}
+
+/// Queue the copies of a command that reaches into a GPU's memory.
+u32 SoftController::copy_parts(u8* disk, bool write, u64 length_bytes) {
+    for (const Piece& piece : pieces_) {
+        const u64 part = std::min<u64>(piece.length_bytes, length_bytes);
+        if (part == 0) break;
+        copies_queued_ = true;
+        if (!copies_->copy(write ? disk : piece.address, write ? piece.address : disk, part))
+            return status::kDataTransfer;
+        disk += part;
+        length_bytes -= part;
+    }
+    return 0;
 }
 
 bool SoftController::age_waiting() {

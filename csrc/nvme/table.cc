@@ -11,6 +11,7 @@ MemoryTable::~MemoryTable() {
         access_.unmap(regions_[id].dma, regions_[id].length_bytes);
         access_.release(lists_[id]);
     }
+    for (const DmaMemory& list : spare_) access_.release(list);
 }
 
 Status MemoryTable::start() {
@@ -18,9 +19,27 @@ Status MemoryTable::start() {
     regions_ = array_.at<Region>();
     lists_.resize(kRegionsMax);
     uses_.resize(kRegionsMax);
+    lost_.resize(kRegionsMax);
     known_.resize(kRegionsMax);
     for (u32 id = kRegionsMax; id-- > 0;) free_.push_back(id);
     return 0;
+}
+
+/// Memory for a list: the shortest spare one that does, or new.
+Status MemoryTable::take_list(u64 length_bytes, DmaMemory& list) {
+    auto best = spare_.end();
+    for (auto at = spare_.begin(); at != spare_.end(); ++at) {
+        if (at->length_bytes < length_bytes) continue;
+        if (best == spare_.end() || at->length_bytes < best->length_bytes) best = at;
+    }
+    if (best != spare_.end()) {
+        list = *best;
+        spare_.erase(best);
+        return 0;
+    }
+    const Status status = access_.allocate(length_bytes, list);
+    if (status == 0) version_.fetch_add(1, std::memory_order_release);
+    return status;
 }
 
 std::int64_t MemoryTable::add(u64 address, u64 length_bytes) {
@@ -38,11 +57,10 @@ std::int64_t MemoryTable::add(u64 address, u64 length_bytes) {
         if (before.address + before.length_bytes > address) return -EEXIST;
     }
     DmaMemory list;
-    if (const Status status = access_.allocate(list_pages(length_bytes) * kPageBytes, list))
-        return status;
+    if (const Status status = take_list(list_pages(length_bytes) * kPageBytes, list)) return status;
     u64 dma = 0;
     if (const Status status = access_.map(reinterpret_cast<void*>(address), length_bytes, dma)) {
-        access_.release(list);
+        spare_.push_back(list);
         return status;
     }
     const u32 id = free_.back();
@@ -61,9 +79,9 @@ Status MemoryTable::remove(std::int64_t id) {
     std::lock_guard guard(mutex_);
     if (id < 0 || id >= kRegionsMax || !known_[std::size_t(id)]) return -ENOENT;
     const u32 index = u32(id);
-    if (uses_[index] != 0) return -EBUSY;
+    if (uses_[index] != 0 || lost_[index]) return -EBUSY;
     access_.unmap(regions_[index].dma, regions_[index].length_bytes);
-    access_.release(lists_[index]);
+    spare_.push_back(lists_[index]);
     regions_[index] = Region{};
     known_[index] = false;
     sorted_.erase(std::find(sorted_.begin(), sorted_.end(), index));
@@ -76,6 +94,17 @@ void MemoryTable::drop(u32 id) {
     --uses_[id];
 }
 
+void MemoryTable::lose(u32 id) {
+    std::lock_guard guard(mutex_);
+    --uses_[id];
+    lost_[id] = true;
+}
+
+void MemoryTable::reclaim() {
+    std::lock_guard guard(mutex_);
+    lost_.assign(kRegionsMax, false);
+}
+
 void MemoryTable::list_shared(SharedRanges& ranges) {
     std::lock_guard guard(mutex_);
     array_.list(ranges);
@@ -83,6 +112,9 @@ void MemoryTable::list_shared(SharedRanges& ranges) {
         ranges.push_back(
             {reinterpret_cast<std::uintptr_t>(lists_[id].address), lists_[id].length_bytes, false});
     }
+    for (const DmaMemory& list : spare_)
+        ranges.push_back(
+            {reinterpret_cast<std::uintptr_t>(list.address), list.length_bytes, false});
 }
 
 int MemoryTable::search(u64 address) const {

@@ -107,7 +107,13 @@ def test_init_refuses_and_touches_nothing(
 def test_info_about_the_machine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     status, shown = run_json(tmp_path, "info")
     assert status == 0
-    assert [path["transport"] for path in shown["paths"]] == ["uring", "posix", "gds", "auto"]
+    assert [path["transport"] for path in shown["paths"]] == [
+        "gpu",
+        "gds",
+        "uring",
+        "posix",
+        "auto",
+    ]
     assert shown["paths"][-1]["works"] and all(path["reason"] for path in shown["paths"])
     assert set(shown["machine"]["versions"]) >= {"numpy", "lmdb"}
     assert "native extension" in capsys.readouterr().out
@@ -121,7 +127,7 @@ def test_info_about_a_store(
     assert status == 0 and sorted(store.rglob("*")) == before
     assert shown["store"]["pages"] == PAGES and shown["store"]["leases"] == []
     assert shown["store"]["namespaces"][0]["description"]["model"] == "tiny [red]"
-    assert len(shown["paths"]) == 4
+    assert len(shown["paths"]) == 5
     assert "tiny [red]" in capsys.readouterr().out  # no markup from names
 
 
@@ -196,7 +202,7 @@ def test_json_to_standard_output(store: Path, capsys: pytest.CaptureFixture[str]
     [
         (["frob"], "frob"),
         (["verify"], "PATH"),
-        (["verify", "x", "--transport", "gpu"], "transport"),
+        (["verify", "x", "--transport", "gpus"], "transport"),
         (["bench", "io", "--dir", "/nonexistent"], "dir"),
         (["bench", "io", "--dir", "/tmp", "--sizes", "big"], "sizes"),
         (["bench", "io", "--dir", "/tmp", "--sizes", "1000"], "sizes"),

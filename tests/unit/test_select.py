@@ -140,7 +140,7 @@ def test_a_missing_device_is_no_reason_to_fall_back(
         open_transport(name, [Device(str(tmp_path / "missing"), 8 * BLOCK_BYTES)])
 
 
-@pytest.mark.parametrize("name", ["urng", "", "POSIX", "gpu"])
+@pytest.mark.parametrize("name", ["urng", "", "POSIX", "gpus"])
 def test_unknown_name(name: str, devices: list[Device]) -> None:
     with pytest.raises(ConfigError) as caught:
         open_transport(name, devices)  # type: ignore[arg-type]

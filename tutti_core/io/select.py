@@ -16,7 +16,11 @@ from tutti_core.errors import ConfigError, UnsupportedError, nearest
 from tutti_core.io.posix import PosixTransport
 from tutti_core.io.transport import Device, Transport, TransportOptions
 
-TransportName = Literal["auto", "uring", "posix", "gds"]
+TransportName = Literal["auto", "gpu", "gds", "uring", "posix"]
+"""`auto`, then the ladder from the top."""
+
+OWN_DRIVE = "pci:"
+"""How the path of a drive begins that this process drives itself: `pci:0000:01:00.0/1`."""
 
 _LOG = logging.getLogger("tutti")
 _reported: set[str] = set()
@@ -30,9 +34,10 @@ def open_transport(
 ) -> Transport:
     """Open the transport called `name` on `devices`.
 
-    `auto` takes uring, or posix where this build or machine has no uring; gds is for device memory
-    and only taken by name. A device that cannot be opened is an error under every name, never a
-    reason to fall back.
+    `auto` takes uring, or posix where this build or machine has no uring, for files and block
+    devices, and gpu for drives that this process drives itself. gds is for device memory and only
+    taken by name. A device that cannot be opened is an error under every name, never a reason to
+    fall back.
 
     Raises
         ConfigError: no transport has this name, or an option is out of bounds.
@@ -49,6 +54,15 @@ def open_transport(
         return PosixTransport(devices, options)
     if name == "gds":
         return _open_gds(devices, options)
+    own = [device.path for device in devices if device.path.startswith(OWN_DRIVE)]
+    if name == "gpu" or own:
+        if name not in ("gpu", "auto"):
+            raise UnsupportedError(
+                f"transport {name} takes files and block devices, not {own[0]}",
+                op="open",
+                hint="such drives are the gpu transport's",
+            )
+        return _open_gpu(devices, options)
     try:
         return _open_uring(devices, options)
     except UnsupportedError as error:
@@ -70,6 +84,19 @@ def _open_uring(devices: Sequence[Device], options: TransportOptions) -> Transpo
             hint="install liburing-dev and libxxhash-dev and then Tutti again, or choose posix",
         ) from error
     return cast(Transport, module.UringTransport(devices, options))
+
+
+def _open_gpu(devices: Sequence[Device], options: TransportOptions) -> Transport:
+    """Open gpu. Imported here, as uring is."""
+    try:
+        module = importlib.import_module("tutti_core.io.gpu")
+    except ImportError as error:
+        raise UnsupportedError(
+            f"transport gpu is not in this build: {error}",
+            op="open",
+            hint="install liburing-dev and libxxhash-dev and then Tutti again",
+        ) from error
+    return cast(Transport, module.open_gpu(devices, options))
 
 
 def _open_gds(devices: Sequence[Device], options: TransportOptions) -> Transport:

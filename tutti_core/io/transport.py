@@ -69,11 +69,14 @@ class TransportOptions:
     queue_depth         transfers in flight on one device.
     transfer_bytes_max  a larger item is moved in several transfers; a multiple of BLOCK_BYTES.
     bounce_bytes        memory per device for fragments that cannot be moved in place.
+    software_nvme       of the gpu transport: serve files by NVMe controllers in software, for tests
+                        and for machines without a drive to give away.
     """
 
     queue_depth: int = 64
     transfer_bytes_max: int = 1 << 20
     bounce_bytes: int = 16 << 20
+    software_nvme: bool = False
 
 
 @dataclass(frozen=True, slots=True)

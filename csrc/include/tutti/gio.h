@@ -112,7 +112,7 @@ struct View {
 struct Launch {
     u64 timeout_ns;
     u32 iocb_count;
-    u32 reserved;
+    u32 devices;  // a bit for each that fragments are for
     u32 ids[kDepthMax];
     u32 first[kDepthMax + 1];  // of each IOCB's fragments, counted over all of them
 };

@@ -103,21 +103,30 @@ public:
     Status prepare(u32 id, nvme::Io op, const FragmentArrays& fragments);
     /// Send prepared IOCBs by one launch on at most `lanes` CPU threads. With an external executor
     /// nothing is started: the caller launches with `launch`, or says `refuse`.
-    /// 0; -EINVAL: one of them was not prepared, and nothing was sent; -ESHUTDOWN: closed.
+    /// 0; -EINVAL: one of them was not prepared; -EBUSY: a device of theirs is being reset;
+    /// -ESHUTDOWN: closed. Nothing was sent then, and they are prepared still.
     Status issue_io(std::span<const u32> ids, u32 lanes, Launch& launch);
-    /// The launch of issued IOCBs failed: their fragments end with kNotIssued.
+    /// The launch of issued IOCBs failed: their fragments end with kNotIssued. Where an external
+    /// executor lost its lanes (a kernel that was killed), what was in flight ends with kTimeout:
+    /// its memory is the device's until `reset_device`.
+    /// 0; -EINVAL: one of them was not issued, or lanes of this ring may still run.
     Status refuse(std::span<const u32> ids);
     /// Wait until an IOCB has ended; fills `statuses` in the order of its fragments and frees it.
-    /// 0; -ETIME: not yet; -EINVAL: not issued. Polls one word; watches the controllers meanwhile.
+    /// Regions of a transfer that timed out stay in use until its device was reset.
+    /// 0; -ETIME: not yet; -EINVAL: not issued. One waiter for each IOCB. Polls one word; watches
+    /// the controllers meanwhile.
     Status wait_cqe(u32 id, u64 timeout_ns, std::vector<u32>& statuses);
-    /// After timeouts: wait until nothing of the ring is in flight on any device, reset the
-    /// device's controller and go on. Memory of transfers that timed out is the process's again
-    /// when this returned 0. The caller sends nothing to this controller meanwhile.
-    /// 0; -ETIME: something is still in flight; or what the reset failed with.
+    /// After timeouts: wait until no launch that touches the device is under way, reset its
+    /// controller and go on; launches for other devices go on meanwhile. Memory of transfers that
+    /// timed out is the process's again when this returned 0. Other rings on the controller are
+    /// quiet meanwhile.
+    /// 0; -ETIME: something is still in flight; -EBUSY: being reset; or what the reset failed with.
     Status reset_device(u32 device, u64 timeout_ns, std::string& what);
 
     const View& view() const { return *view_; }
     void list_shared(SharedRanges& ranges);
+    /// Another number whenever `list_shared` may say something else than before.
+    u64 shared_version() const;
     RingStats stats() const;
     /// Let what was issued end (launches have a timeout), then take nothing more. Idempotent.
     void close();
@@ -127,9 +136,13 @@ private:
     Status start(std::span<const Target> targets, const RingOptions& options,
                  nvme::Failure& failure);
     bool become(u32 id, Event event);
+    bool begin_refusal(u32 id);
     u32 check(u32 device, const FragmentArrays& fragments, u32 index) const;
     void watch();
+    bool ended(u32 id) const;
     void let_go(u32 id);
+    bool wait_quiet(u32 devices, u64 end_ns);
+    bool under_way(u32 id, u32 devices);
 
     std::vector<Target> targets_;
     std::vector<u64> capacities_;
@@ -139,9 +152,13 @@ private:
     std::unique_ptr<CpuExecutor> executor_;
 
     std::mutex mutex_;
-    std::vector<u32> free_;                               // guarded by mutex_
-    std::vector<std::vector<std::pair<u32, u32>>> used_;  // of each IOCB: target, region
-    bool closed_ = false;                                 // guarded by mutex_
+    std::vector<u32> free_;     // guarded by mutex_
+    std::vector<u64> used_;     // for each IOCB and device, a bit for each region
+    std::vector<u32> devices_;  // of each IOCB, a bit for each device
+    std::vector<u32> touched_;  // the same of the launch that an IOCB went with; guarded by mutex_
+    u32 resetting_ = 0;         // devices; guarded by mutex_
+    bool closed_ = false;       // guarded by mutex_
+    std::mutex closing_;
     std::atomic<u64> watched_ns_{0};
     struct Counters {
         std::atomic<u64> launches{0}, iocbs{0}, fragments{0}, refused{0}, failed{0}, timeouts{0},

@@ -19,6 +19,9 @@ inline constexpr u32 kRingCommands = 32;
 inline constexpr u32 kIdleTurns = 8;
 /// Turns without any completion after which a lane looks whether others retired its commands.
 inline constexpr u32 kLookTurns = 4;
+/// Fragments that a lane passes over because their queue is full, to go on with those of other
+/// devices: a whole IOCB's. A device that hangs holds up what lies beyond these alone.
+inline constexpr u32 kAsideMax = kFragmentsMax;
 
 /// A group of one: a CPU thread.
 struct Alone {
@@ -36,7 +39,7 @@ struct Alone {
     TUTTI_HD void sync() const {}
 };
 
-/// The fragments of one lane, from first to last. `oldest` .. `next` are begun.
+/// The fragments of one lane, from first to last. `oldest` .. `next` are begun, or were passed over.
 template <class Group>
 class Lane {
 public:
@@ -48,7 +51,10 @@ public:
     }
 
     TUTTI_HD bool finished() const { return oldest_.at >= total_; }
-    TUTTI_HD bool all_begun() const { return next_.at >= total_; }
+    /// Nothing is left to be placed, and no fragment in flight has another command to come.
+    TUTTI_HD bool all_placed() const {
+        return next_.at >= total_ && waiting_ == 0 && unfinished_ == 0;
+    }
     /// Commands in flight, rung or not.
     TUTTI_HD u32 flying() const { return flying_; }
     /// Commands placed since they were last asked for, and their devices.
@@ -61,25 +67,28 @@ public:
     /// Devices with commands in flight, of all that were begun.
     TUTTI_HD u32 devices() const { return devices_; }
 
-    /// Begin fragments until a queue is full.
+    /// Begin fragments until the queues of all devices are full.
     TUTTI_HD void place() {
-        while (!all_begun()) {
+        while (next_.at < total_ && (full_devices_ == 0 || full_devices_ != launch_.devices)) {
             Iocb& iocb = view_.iocbs[launch_.ids[next_.iocb]];
             begin(iocb);
-            const u32 index = next_.at - launch_.first[next_.iocb];
-            if (!advance(iocb, index)) return;
+            if (!advance(iocb, next_.at - launch_.first[next_.iocb])) {
+                if (full_devices_ == launch_.devices || waiting_ == kAsideMax) return;
+                ++waiting_;
+            }
             step(next_);
         }
     }
 
     /// Settle commands that have ended, and go on with what has more to move.
     TUTTI_HD void look() {
+        full_devices_ = waiting_ = 0;
         for (Cursor at = oldest_; at.at < next_.at; step(at)) {
             Iocb& iocb = view_.iocbs[launch_.ids[at.iocb]];
             const u32 index = at.at - launch_.first[at.iocb];
             Work& work = iocb.work[index];
             if (work.phase == Phase::kFlying) collect(iocb, index);
-            if (work.phase == Phase::kWaiting) advance(iocb, index);
+            if (work.phase == Phase::kWaiting && !advance(iocb, index)) ++waiting_;
         }
         retire();
     }
@@ -154,6 +163,8 @@ private:
         Work& work = iocb.work[index];
         if (work.phase != Phase::kWaiting) return true;  // refused when it was prepared
         const Fragment& fragment = iocb.fragments[index];
+        const u32 device_bit = 1u << fragment.device;
+        if ((full_devices_ & device_bit) != 0) return false;
         const Device& device = view_.devices[fragment.device];
         const nvme::Region& region = device.regions[fragment.region];
         const u32 left = fragment.length_bytes - work.moved_bytes;
@@ -170,6 +181,7 @@ private:
         nvme::Queue& queue = queue_of(fragment.device);
         switch (queue.try_submit(command, work.result)) {
             case nvme::Submit::kFull:
+                full_devices_ |= device_bit;
                 return false;
             case nvme::Submit::kClosed:
                 end(work, queue.abandoned() ? nvme::status::kDeviceGone : nvme::status::kNotIssued);
@@ -178,11 +190,12 @@ private:
                 break;
         }
         work.flying_bytes = covered;
+        if (covered != left) ++unfinished_;
         work.phase = Phase::kFlying;
         ++flying_;
         ++placed_;
-        placed_devices_ |= 1u << fragment.device;
-        devices_ |= 1u << fragment.device;
+        placed_devices_ |= device_bit;
+        devices_ |= device_bit;
         return true;
     }
 
@@ -197,6 +210,7 @@ private:
             if (!nvme::Queue::done(work.result)) return;  // being ended this moment
         }
         --flying_;
+        if (work.moved_bytes + work.flying_bytes != fragment.length_bytes) --unfinished_;
         work.phase = Phase::kWaiting;
         if (work.result.status != nvme::status::kSuccess) return end(work, work.result.status);
         work.moved_bytes += work.flying_bytes;
@@ -231,6 +245,9 @@ private:
     u32 placed_ = 0;
     u32 placed_devices_ = 0;
     u32 devices_ = 0;
+    u32 unfinished_ = 0;    // in flight, by a command that is not their last
+    u32 waiting_ = 0;       // passed over, or between two commands
+    u32 full_devices_ = 0;  // as seen since the last `look`
 };
 
 template <class Group>
@@ -270,7 +287,7 @@ TUTTI_HD void run(View& view, const Launch& launch, const Group& group) {
         const u32 flying = group.sum(lane.flying());
         group.sync();
         const bool enough = unrung >= kRingCommands * popcount(unrung_devices);
-        const bool last = !group.any(!lane.all_begun());
+        const bool last = !group.any(!lane.all_placed());
         if (unrung != 0 && (enough || last || unrung == flying || idle >= kIdleTurns)) {
             if (group.leader()) ring_devices(view, unrung_devices, group);
             unrung = unrung_devices = 0;

@@ -106,9 +106,11 @@ struct alignas(64) Command {
     u32 cdw15;
 };
 static_assert(sizeof(Command) == 64);
+#if !defined(__CUDACC_RTC__)  // its offsetof is no constant
 static_assert(offsetof(Command, id) == 2 && offsetof(Command, nsid) == 4);
 static_assert(offsetof(Command, metadata) == 16 && offsetof(Command, data) == 24);
 static_assert(offsetof(Command, cdw10) == 40 && offsetof(Command, cdw15) == 60);
+#endif
 inline constexpr u8 kFlagSgl = 1u << 6;
 
 /// Completion queue entry (figure 92), in the units in which it is read.

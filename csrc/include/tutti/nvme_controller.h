@@ -8,6 +8,7 @@
 #include <atomic>
 #include <memory>
 #include <mutex>
+#include <shared_mutex>
 #include <string>
 #include <vector>
 
@@ -102,21 +103,32 @@ public:
     Failure reset();
     /// Ask the device to stop a command. It may answer that it did not: `aborted` is false then.
     Failure abort(u32 queue, u32 command_id, bool& aborted);
+    /// Let the queues take no more commands, until `reset`. What is in flight goes on.
+    void close_queues();
     /// Shut down in order, then disable. Idempotent; everything in flight ends with kDeviceGone.
     /// Threads may be in the queues meanwhile. The queues' memory stays until the destructor.
     void close();
+    /// `close`, if it is open and dead: true, if it moves nothing of ours any more. Leaves at once
+    /// where another thread opens, resets or closes it.
+    bool close_if_dead();
 
-    const ControllerFacts& facts() const { return facts_; }
+    /// A copy: `reset` asks the device anew.
+    ControllerFacts facts() const {
+        std::lock_guard guard(facts_mutex_);
+        return facts_;
+    }
     u32 queue_count() const { return u32(pairs_.size()); }
     /// At the same address for as long as the controller object lives, resets included.
     Queue& queue(u32 index) { return *pairs_[index]->queue; }
     /// Registers are all ones, or the controller says that it failed.
     bool dead();
     bool is_open() const { return open_; }
+    /// The device moves nothing of ours: it was disabled, or is gone.
+    bool stopped() const { return stopped_; }
     Access& access() { return access_; }
 
-    /// Flush a namespace: what was written before is durable then. Any thread; one of the I/O
-    /// queues is used. A status of nvme::status, 0 for success.
+    /// Flush a namespace: what was written before is durable then. Any thread, also while another
+    /// resets; one of the I/O queues is used. A status of nvme::status, 0 for success.
     u32 flush(u32 nsid, u64 timeout_ns);
     /// Move bytes by way of two pages of our own, for what is small and rare. `timeout_ns` is for
     /// each command. Any thread. A status of nvme::status.
@@ -138,7 +150,6 @@ private:
     Failure wait_ready(bool wanted, u64 timeout_ns);
     Status memory_for(u64 length_bytes, DmaMemory& memory);
     u32 run_io(const Command& command, u64 timeout_ns);
-    void close_queues();
     void end_all(u32 why);
     void release_all();
 
@@ -162,17 +173,20 @@ private:
 
     Access& access_;
     std::recursive_mutex control_;  // what is not about single queues, one thread at a time
+    // Shared by who runs an I/O command of our own; `start` makes the queues anew when nobody does.
+    std::shared_mutex running_;
     std::mutex pages_mutex_;
     DmaMemory pages_;  // of `transfer`; guarded by pages_mutex_
     ControllerOptions options_;
-    ControllerFacts facts_;
+    mutable std::mutex facts_mutex_;
+    ControllerFacts facts_;  // written under both facts_mutex_ and control_
     Capabilities capabilities_{0};
     Pair admin_;
     DmaMemory page_, shadow_, event_;
     std::vector<std::unique_ptr<Pair>> pairs_;
     std::vector<DmaMemory> allocated_;
     std::atomic<bool> open_{false};
-    bool stopped_ = true;  // the device moves nothing of ours
+    std::atomic<bool> stopped_{true};
 };
 
 }  // namespace tutti::nvme

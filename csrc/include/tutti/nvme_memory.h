@@ -43,7 +43,7 @@ TUTTI_HD constexpr u64 list_index(u64 page) {
 /// @param list      list_pages(length) pages, which the device sees at region.list_dma in one run
 /// @param page_dma  device address of the n-th page
 template <class PageDma>
-void build_list(Region& region, u64* list, PageDma page_dma) {
+TUTTI_HD void build_list(Region& region, u64* list, PageDma page_dma) {
     const u64 pages = region.length_bytes / kPageBytes;
     region.dma = page_dma(u64{0});
     region.contiguous = 1;

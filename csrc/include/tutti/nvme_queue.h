@@ -62,7 +62,8 @@ struct QueueMemory {
     u32* cq_event;
 };
 
-/// What happened in a queue. Each is exact; together they are no snapshot.
+/// What happened in a queue since the object was made, resets included. Each is exact; together they
+/// are no snapshot.
 struct QueueStats {
     u64 sq_doorbells;
     u64 sq_doorbells_elided;
@@ -91,7 +92,6 @@ public:
         id_count_ = id_count;
         next_ = fetched_ = rung_ = cq_count_ = 0;
         ring_lock_ = poll_lock_ = closed_ = 0;
-        stats_ = QueueStats{};
         for (u32 slot = 0; slot < sq_entries; ++slot) m_.marks[slot] = 0;
         for (u32 slot = 0; slot < cq_entries; ++slot) m_.cq[slot] = Completion{};
         for (u32 at = 0; at < id_count; ++at) {
@@ -177,7 +177,7 @@ public:
         while (at - first < count_max && take_completion(at)) ++at;
         if (at != first) {
             cq_count_ = at;
-            stats_.completions += at - first;
+            count(stats_.completions, at - first);
             ring_cq(u32(first % cq_entries_), u32(at % cq_entries_));
         }
         Shared(poll_lock_).store_release(0);
@@ -223,7 +223,10 @@ public:
         Shared(closed_).store_release(kAbandoned);
         full_fence();
         Backoff backoff;
-        while (Shared(poll_lock_).exchange(1) != 0) backoff.turn();  // its holder never waits
+        Deadline deadline(kHolderTimeoutNs);
+        // Its holder never waits. One that does not let go in time was a thread of a kernel that was
+        // killed.
+        while (Shared(poll_lock_).exchange(1) != 0 && !deadline.passed()) backoff.turn();
         u32 count = 0;
         for (u32 id = 0; id < id_count_; ++id) {
             if (retire(id, why, 0)) ++count;
@@ -239,7 +242,13 @@ public:
     /// to one that another thread ends.
     TUTTI_HD void withdraw(Result& result) { end_own(result, status::kDeviceGone); }
 
-    TUTTI_HD const QueueStats& stats() const { return stats_; }
+    /// Any thread, at any time.
+    TUTTI_HD QueueStats stats() {
+        return {load(stats_.sq_doorbells), load(stats_.sq_doorbells_elided),
+                load(stats_.cq_doorbells), load(stats_.cq_doorbells_elided),
+                load(stats_.completions),  load(stats_.unknown),
+                load(stats_.bad_head),     load(stats_.late)};
+    }
     TUTTI_HD u32 id() const { return id_; }
     TUTTI_HD u32 sq_entries() const { return sq_entries_; }
     TUTTI_HD u32 id_count() const { return id_count_; }
@@ -252,8 +261,15 @@ public:
 private:
     static constexpr u64 kNoOwner = 0;
     static constexpr u64 kForgotten = 1;
+    static constexpr u64 kHolderTimeoutNs = 10'000'000'000;
     static constexpr u32 kClosed = 1;
     static constexpr u32 kAbandoned = 2;
+
+    TUTTI_HD static u64 load(u64& counter) { return Shared(counter).load_relaxed(); }
+    /// One writer at a time: under the counter's lock.
+    TUTTI_HD static void count(u64& counter, u64 by = 1) {
+        Shared(counter).store_relaxed(counter + by);
+    }
 
     TUTTI_HD static u64 owner_of(Result& result) { return u64(reinterpret_cast<size_t>(&result)); }
 
@@ -308,9 +324,9 @@ private:
         const u32 value = Shared(entry.result).load_relaxed();
         if (head >> 16 == id_) {
             advance(head & 0xffff);
-            if (!retire(last & 0xffff, last >> 17, value)) ++stats_.unknown;
+            if (!retire(last & 0xffff, last >> 17, value)) count(stats_.unknown);
         } else {
-            ++stats_.unknown;
+            count(stats_.unknown);
         }
         return true;
     }
@@ -321,7 +337,7 @@ private:
         const u32 slot = slot_of(fetched);
         const u32 step = head >= slot ? head - slot : head + sq_entries_ - slot;
         if (head >= sq_entries_ || fetched + step > Shared(rung_).load_acquire()) {
-            ++stats_.bad_head;
+            count(stats_.bad_head);
         } else if (step != 0) {
             // Release: the controller's reads of the entries before who writes them anew.
             Shared(fetched_).store_release(fetched + step);
@@ -334,7 +350,7 @@ private:
         const u64 owner = Shared(m_.id_owner[id]).exchange(kNoOwner);
         if (owner == kNoOwner) return false;
         if (owner == kForgotten) {
-            ++stats_.late;
+            count(stats_.late);
         } else {
             finish(*reinterpret_cast<Result*>(static_cast<size_t>(owner)), status, value);
         }
@@ -370,17 +386,17 @@ private:
 
     TUTTI_HD void ring_sq(u32 old, u32 next) {
         if (write_doorbell(m_.sq_doorbell, m_.sq_shadow, m_.sq_event, old, next)) {
-            ++stats_.sq_doorbells;
+            count(stats_.sq_doorbells);
         } else {
-            ++stats_.sq_doorbells_elided;
+            count(stats_.sq_doorbells_elided);
         }
     }
 
     TUTTI_HD void ring_cq(u32 old, u32 next) {
         if (write_doorbell(m_.cq_doorbell, m_.cq_shadow, m_.cq_event, old, next)) {
-            ++stats_.cq_doorbells;
+            count(stats_.cq_doorbells);
         } else {
-            ++stats_.cq_doorbells_elided;
+            count(stats_.cq_doorbells_elided);
         }
     }
 

@@ -16,6 +16,7 @@
 #include <thread>
 #include <vector>
 
+#include "tutti/device_copy.h"
 #include "tutti/nvme_controller.h"
 
 namespace tutti::nvme {
@@ -38,6 +39,9 @@ struct SoftOptions {
     std::vector<int> files;
     /// Move no bytes and look at no data pointer: the protocol alone.
     bool null_backend = false;
+    /// The CUDA driver's library. With it memory of the first GPU may be mapped too; namespaces then
+    /// have to be in memory. Empty: host memory alone.
+    std::string cuda_library;
 };
 
 /// Something that goes wrong with some commands.
@@ -83,8 +87,10 @@ public:
     SoftController(const SoftController&) = delete;
     SoftController& operator=(const SoftController&) = delete;
 
-    /// Get memory and start serving. Called once, before anything else.
+    /// Get memory and start serving. Called once, before anything else. -ENOTSUP: no GPU to copy to,
+    /// and `why` says so.
     Status start();
+    const std::string& why() const { return why_; }
 
     /// Registers and doorbells: what BAR0 of a device is. Valid as long as the controller.
     u8* registers() { return bar_; }
@@ -128,10 +134,18 @@ private:
         u64 dma;
         u8* address;
         u64 length_bytes;
+        bool device;  // a GPU's
     };
     struct Piece {
         u8* address;
         u32 length_bytes;
+        bool device;
+    };
+    /// A command whose copies are queued.
+    struct Copying {
+        u32 queue;
+        u32 id;
+        u32 status;
     };
     struct Waiting {
         u32 queue;
@@ -157,6 +171,10 @@ private:
     void serve_io(u32 queue, const Command& command);
     void meet(u32 queue, const Command& command, const SoftFault& fault);
     u32 execute(const Command& command, SoftFault::Kind how);
+    u32 run_command(const Command& command, SoftFault::Kind how);
+    u32 finish_copies();
+    void complete_copied();
+    u32 copy_parts(u8* disk, bool write, u64 length_bytes);
     u32 move(const Command& command, SoftFault::Kind how);
     u32 serve_admin(const Command& command, u32& value);
     u32 identify(const Command& command);
@@ -178,6 +196,7 @@ private:
     u32 gather_prp(const Command& command, u64 length_bytes);
     u32 gather_sgl(const Command& command, u64 length_bytes);
     bool add_piece(u64 dma, u64 length_bytes);
+    const Mapping* mapping_of(u64 dma, u64 length_bytes);
     u8* reach(u64 dma, u64 length_bytes);
     void refresh_mappings();
     void sync_unmapped();
@@ -191,6 +210,8 @@ private:
     SoftOptions options_;
     u8* bar_ = nullptr;
     std::vector<std::unique_ptr<u8[]>> media_;
+    std::string why_;
+    std::unique_ptr<DeviceCopy> copies_;  // before the media that it pins are gone
 
     std::mutex mutex_;  // mappings and faults
     std::vector<Mapping> mappings_;
@@ -206,6 +227,8 @@ private:
     // The controller's thread.
     std::vector<Mapping> reachable_;  // sorted by device address
     std::vector<Piece> pieces_;
+    std::vector<Copying> copying_;  // at most one burst
+    bool copies_queued_ = false;
     std::vector<Waiting> waiting_;
     std::vector<Posted> posted_;
     std::vector<u16> events_;  // asynchronous event requests, never answered

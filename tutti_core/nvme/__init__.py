@@ -1,0 +1,1 @@
+"""NVMe controllers that this process drives itself: which there are, and whose they are."""
