@@ -52,6 +52,8 @@ class StoreConfig(BaseModel):
                     "gpu" issues NVMe commands itself (docs/paths.md).
     gpu_controller  of "gpu": "vfio" drives NVMe devices that are bound to vfio-pci; "software"
                     serves files by controllers in software, for tests.
+    gpu_executor    of "gpu": who issues the commands, GPU threads ("cuda") or CPU threads ("cpu");
+                    "auto" takes a GPU if there is one.
     segment         unit of space that belongs to one writer and one page size; fixed when the store
                     is created. Default: 1/64 of the capacity as a power of two, 1 MiB to 1 GiB.
     catalog         share of `capacity` kept for the catalog. Default: 1/32, 8 MiB to 8 GiB (beyond
@@ -101,6 +103,7 @@ class StoreConfig(BaseModel):
     encryption_key_file: Path | None = None
     transport: Literal["auto", "gpu", "gds", "uring", "posix"] = "auto"
     gpu_controller: Literal["vfio", "software"] = "vfio"
+    gpu_executor: Literal["auto", "cuda", "cpu"] = "auto"
     segment: ByteSize | None = None
     catalog: ByteSize | None = None
     preallocate: Literal["segment", "full"] = "segment"

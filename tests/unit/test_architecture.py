@@ -27,6 +27,8 @@ RUNGS = {
     "index": 2,
     "policies": 2,
     "tiers.space": 2,
+    "nvme": 3,
+    "gio": 3,
     "io": 3,
     "tiers": 4,
     "store": 5,
@@ -34,7 +36,18 @@ RUNGS = {
 TOP = 6
 """replay, cli, metrics, bench, testing and whatever else stands on the store."""
 
-NATIVE = {"tutti_core.io.uring", "tutti_core.hashing", "tutti_core.memcopy"}
+NATIVE = {
+    "tutti_core.io.uring",
+    "tutti_core.hashing",
+    "tutti_core.memcopy",
+    "tutti_core.io.gpu_device",
+    "tutti_core.gio.cuda_executor",
+    "tutti_core.gio.executor",
+    "tutti_core.gio.ring",
+    "tutti_core.bench.gio",
+    "tutti_core.testing.soft_nvme",
+}
+"""Others do without: a build without the extension has neither uring nor gpu."""
 FOREIGN = {"torch", "sglang", "cupy"}
 EXEMPT_CALLERS = ("tutti_core.testing", "tutti_core")
 """`testing` works on the transport alone (checked below); the package itself gathers the names."""

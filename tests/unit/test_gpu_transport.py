@@ -313,6 +313,24 @@ def test_files_need_software_controllers_and_drives_the_gpu_transport(tmp_path: 
         assert transport.capabilities().name == "gpu"
 
 
+def test_who_issues_commands_is_said(tmp_path: Path) -> None:
+    file = tmp_path / "pool"
+    file.write_bytes(bytes(MIB))
+    for name, said in (("cpu", "CPU threads"), ("auto", "no GPU issues commands")):
+        with open_file(file, TransportOptions(software_nvme=True, gpu_executor=name)) as transport:
+            assert said in " ".join(transport.capabilities().notes)
+    with pytest.raises(UnsupportedError, match=r"CuPy|GPU"):
+        open_transport(
+            "gpu",
+            [Device(str(file), MIB)],
+            TransportOptions(software_nvme=True, gpu_executor="cuda"),
+        )
+    with pytest.raises(ConfigError, match="not one of"):
+        open_transport(
+            "gpu", [Device(str(file), MIB)], TransportOptions(software_nvme=True, gpu_executor="no")
+        )
+
+
 def open_file(file: Path, options: TransportOptions) -> Any:
     import contextlib
 

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import importlib
 import logging
 import mmap
 import os
@@ -60,6 +61,8 @@ GROUPS_AHEAD = 4
 """Groups of one device in flight; each has a part of the bounce arena."""
 GROUP_TRANSFERS_MAX = 4096
 GROUP_PIECES_MAX = 4096
+GPU_QUEUE_PAIRS = 8
+"""For GPU threads; one more is the CPU's, because a GPU's atomics are not atomic to it."""
 TIMEOUT_S = 10.0
 STATUSES_MAX = 64
 """Different NVMe statuses that are counted."""
@@ -565,23 +568,18 @@ def _zero(address: U64, length_bytes: U64) -> None:
 
 
 def _open_file(device: Device, options: TransportOptions) -> Opened:
-    return open_soft(device, queue_depth=options.queue_depth)
-
-
-def _open_drive(device: Device, options: TransportOptions) -> Opened:
-    return open_pci(device, queue_depth=options.queue_depth)
+    return open_soft(device, queue_depth=options.queue_depth, queue_pairs=1 + GPU_QUEUE_PAIRS)
 
 
 def open_gpu(devices: Sequence[Device], options: TransportOptions) -> GpuTransport:
     """Open the gpu transport as the options say: on drives, or with software controllers on files.
 
     Raises
-        UnsupportedError: files, without software controllers; or what `GpuTransport` raises.
+        UnsupportedError: files, without software controllers; no GPU, where one was asked for; or
+            what `GpuTransport` raises.
     """
-    if options.software_nvme:
-        return GpuTransport(devices, options, open_device=_open_file)
     for device in devices:
-        if not device.path.startswith("pci:"):
+        if not options.software_nvme and not device.path.startswith("pci:"):
             raise UnsupportedError(
                 f"gpu takes NVMe drives that are bound to vfio-pci, and {device.path} is behind a "
                 "driver of the kernel",
@@ -589,4 +587,26 @@ def open_gpu(devices: Sequence[Device], options: TransportOptions) -> GpuTranspo
                 device=device.path,
                 hint="gds or uring are for files; gpu_controller=software serves them for tests",
             )
-    return GpuTransport(devices, options, open_device=_open_drive)
+    executor, notes = _executor_for(options.gpu_executor)
+    opener = open_soft if options.software_nvme else open_pci
+    pairs = 1 if executor.threads else 1 + GPU_QUEUE_PAIRS
+
+    def open_device(device: Device, options: TransportOptions) -> Opened:
+        return opener(device, queue_depth=options.queue_depth, queue_pairs=pairs)
+
+    return GpuTransport(devices, options, open_device=open_device, executor=executor, notes=notes)
+
+
+def _executor_for(name: str) -> tuple[Executor, tuple[str, ...]]:
+    """Who issues the commands, and why it is not a GPU."""
+    if name not in ("auto", "cuda", "cpu"):
+        raise ConfigError(f"gpu_executor: {name!r} is not one of auto, cuda, cpu", op="open")
+    if name == "cpu":
+        return CpuExecutor(), ()
+    module = importlib.import_module("tutti_core.gio.cuda_executor")
+    try:
+        return module.CudaExecutor(), ()
+    except UnsupportedError as error:
+        if name == "cuda":
+            raise
+        return CpuExecutor(), (f"gpu: no GPU issues commands ({error})",)

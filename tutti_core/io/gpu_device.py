@@ -47,7 +47,7 @@ class Opened:
     soft: SoftController | None = None
 
 
-def open_soft(device: Device, *, queue_depth: int) -> Opened:
+def open_soft(device: Device, *, queue_depth: int, queue_pairs: int = 1) -> Opened:
     """Serve a file, or a block device, by a software controller.
 
     Raises
@@ -69,8 +69,9 @@ def open_soft(device: Device, *, queue_depth: int) -> Opened:
             serial=f"FILE-{os.fstat(descriptor).st_ino}"[:20],
             files=[descriptor],
         )
-        # Lanes of a GPU need a pair of their own beside the CPU's.
-        controller = NvmeController(soft, queue_pairs=2, queue_entries=_entries_for(queue_depth))
+        controller = NvmeController(
+            soft, queue_pairs=queue_pairs, queue_entries=_entries_for(queue_depth)
+        )
     except OSError as error:
         os.close(descriptor)
         raise device_error(
@@ -89,7 +90,7 @@ def open_soft(device: Device, *, queue_depth: int) -> Opened:
     return Opened(controller, 1, "a software controller", close, device.path, soft)
 
 
-def open_pci(device: Device, *, queue_depth: int) -> Opened:
+def open_pci(device: Device, *, queue_depth: int, queue_pairs: int = 1) -> Opened:
     """Take a drive that is bound to vfio-pci; the path is `pci:ADDRESS/NSID`.
 
     Its first block must be that of a pool: nobody else's disk is ever written.
@@ -107,7 +108,10 @@ def open_pci(device: Device, *, queue_depth: int) -> Opened:
     nsid = int(number)
     try:
         controller = NvmeController(
-            address, access="vfio", queue_pairs=2, queue_entries=_entries_for(queue_depth)
+            address,
+            access="vfio",
+            queue_pairs=queue_pairs,
+            queue_entries=_entries_for(queue_depth),
         )
     except OSError as error:
         raise UnsupportedError(

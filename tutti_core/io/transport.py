@@ -71,12 +71,15 @@ class TransportOptions:
     bounce_bytes        memory per device for fragments that cannot be moved in place.
     software_nvme       of the gpu transport: serve files by NVMe controllers in software, for tests
                         and for machines without a drive to give away.
+    gpu_executor        of the gpu transport: who issues commands, "cuda", "cpu", or with "auto" a
+                        GPU if there is one.
     """
 
     queue_depth: int = 64
     transfer_bytes_max: int = 1 << 20
     bounce_bytes: int = 16 << 20
     software_nvme: bool = False
+    gpu_executor: str = "auto"
 
 
 @dataclass(frozen=True, slots=True)
