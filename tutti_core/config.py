@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 import numpy as np
-from pydantic import BaseModel, ByteSize, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ByteSize, ConfigDict, Field, ValidationError
 
 from tutti_core.errors import ConfigError, nearest
 
@@ -24,6 +24,21 @@ _SEGMENT_MAX_BYTES = _GiB
 _CATALOG_MIN_BYTES = 8 * _MiB
 _CATALOG_MAX_BYTES = 8 * _GiB
 _TIER_MIN_BYTES = 8 * BLOCK_BYTES
+_DRIVE_NAMES = ("nvme:", "pci:")
+"""How drives without a driver of the kernel are named; `PATH`-like lists split them at the colon."""
+
+
+def _not_a_drive(place: Any) -> Any:
+    """Refuse the name of a raw drive, which would become a directory of that name."""
+    if isinstance(place, str | Path) and f"{place}:".startswith(_DRIVE_NAMES):
+        raise ValueError(
+            "a store cannot use a raw NVMe namespace; name a directory or a block device, a "
+            "directory that really has such a name by its whole path"
+        )
+    return place
+
+
+_Place = Annotated[Path, BeforeValidator(_not_a_drive)]
 
 
 class StoreConfig(BaseModel):
@@ -95,9 +110,9 @@ class StoreConfig(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    path: Path
+    path: _Place
     capacity: ByteSize
-    pools: tuple[Path, ...] = ()
+    pools: tuple[_Place, ...] = ()
     serials: tuple[str, ...] = ()
     trust_path: bool = False
     encryption_key_file: Path | None = None

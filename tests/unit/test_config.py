@@ -167,3 +167,29 @@ def test_without_checksums_pages_must_be_flushed() -> None:
     assert not StoreConfig.parse(settings).verify
     with pytest.raises(ConfigError, match="durability"):
         StoreConfig.parse({**settings, "durability": "none"})
+
+
+# ---- raw drives ----
+@pytest.mark.parametrize("name", ["nvme:SN1", "nvme:SN1/1", "pci:0000:01:00.0/1", "nvme", "pci"])
+def test_the_name_of_a_raw_drive_is_refused_and_makes_no_directory(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    inside = {"path": str(tmp_path / "store"), "pools": [Path(name)]}
+    for settings in ({"path": name}, {**inside, "pools": [name]}, inside):
+        with pytest.raises(ConfigError, match="raw NVMe"):
+            StoreConfig.parse({"capacity": "64MiB", **settings})
+    with pytest.raises(ConfigError, match="raw NVMe"):
+        StoreConfig.from_environment(
+            {
+                "TUTTI_STORE_PATH": str(tmp_path / "store"),
+                "TUTTI_STORE_CAPACITY": "64MiB",
+                "TUTTI_STORE_POOLS": name,
+            }
+        )
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["./nvme:SN1", "/somewhere/nvme:SN1", "nvme-drive", "pcie"])
+def test_directories_with_such_names_are_not(name: str) -> None:
+    assert StoreConfig.parse({"path": name, "capacity": "64MiB"}).path == Path(name)

@@ -21,11 +21,19 @@ class Executor(Protocol):
     """
 
     @property
-    def name(self) -> str: ...
+    def name(self) -> str:
+        """ "cpu" or "cuda"."""
+        ...
+
     @property
-    def threads(self) -> int: ...
+    def threads(self) -> int:
+        """CPU threads of each ring; 0 where `launch` has to be called."""
+        ...
+
     @property
-    def lanes(self) -> int: ...
+    def lanes(self) -> int:
+        """At most, of a launch."""
+        ...
 
     def attach(self, ring: GioRing) -> None:
         """Called once for each ring, before its first launch. Raises UnsupportedError."""

@@ -154,6 +154,7 @@ class GpuTransport:
         )
         self._statuses: dict[int, int] = {}
         self._close_lock = threading.Lock()
+        self._at_end: tuple[Capabilities, dict[str, int]] | None = None
         self._movers: list[_Mover] = []
         opener = open_device if open_device is not None else _open_file
         with contextlib.ExitStack() as undo:
@@ -182,6 +183,8 @@ class GpuTransport:
 
     def capabilities(self) -> Capabilities:
         """What is in use. The notes grow when memory cannot be registered."""
+        if self._at_end is not None:
+            return self._at_end[0]
         return Capabilities(
             name="gpu",
             direct=tuple(mover.device.what != "a software controller" for mover in self._movers),
@@ -324,7 +327,8 @@ class GpuTransport:
         check_owner(self._pid)
         with self._lock:
             self._check_open("flush")
-        status = self._movers[device].device.flush()
+            mover = self._movers[device]
+        status = mover.device.flush()
         with self._lock:
             self._stats.flushes += 1
         return status
@@ -332,7 +336,10 @@ class GpuTransport:
     def reopen_device(self, device: int, accept: Callable[[bytes], bool]) -> int:
         """Bring a device that is down up again; see `Reopens`."""
         check_owner(self._pid)
-        return self._movers[device].device.reopen(accept)
+        with self._lock:
+            self._check_open("reopen")
+            mover = self._movers[device]
+        return mover.device.reopen(accept)
 
     def mark(self, number: int) -> None:
         """Mark the files behind software controllers; see `Marks`."""
@@ -341,11 +348,8 @@ class GpuTransport:
 
     def stats(self) -> TransportStats:
         """Counters so far; `extra`: launches, commands, doorbells, and failures by NVMe status."""
-        extra: dict[str, int] = {}
-        if not self._closed:
-            for mover in self._movers:
-                for name, value in mover.device.counters().items():
-                    extra[name] = extra.get(name, 0) + value
+        at_end = self._at_end
+        extra = self._counters() if at_end is None else dict(at_end[1])
         with self._lock:
             extra |= {f"nvme_status_{status:#x}": n for status, n in self._statuses.items()}
             return replace(
@@ -365,7 +369,23 @@ class GpuTransport:
             for mover in self._movers:
                 mover.dismiss()
             for mover in self._movers:
+                mover.join()
+            if self._at_end is None:
+                self._at_end = self.capabilities(), self._counters()
+            # With the last reference to a device its controller goes, and that one's thread.
+            with self._lock:
+                movers, self._movers = self._movers, []
+                self._regions = {region: [] for region in self._regions}
+            for mover in movers:
                 mover.close()
+
+    def _counters(self) -> dict[str, int]:
+        """Of all rings and queues together."""
+        total: dict[str, int] = {}
+        for mover in self._movers:
+            for name, value in mover.device.counters().items():
+                total[name] = total.get(name, 0) + value
+        return total
 
     def _check_open(self, op: str) -> None:
         if self._closed:
@@ -422,10 +442,14 @@ class _Mover:
         """Let the thread end after what it has. Does not wait."""
         self._jobs.put(None)
 
-    def close(self) -> None:
-        """End the thread, then the device."""
+    def join(self) -> None:
+        """`dismiss`, and wait for the thread."""
         self.dismiss()
         self._thread.join()
+
+    def close(self) -> None:
+        """End the thread, then the device."""
+        self.join()
         self.device.close()
 
     # ---- the thread ----
@@ -486,18 +510,21 @@ class _Mover:
         """Wait for the oldest group and settle it."""
         flying = self._flying.popleft()
         part, pieces, group = flying.part, flying.pieces, flying.group
-        statuses = np.concatenate([self.device.collect(iocb) for iocb in flying.iocbs])
-        if statuses.any():
-            self._transport.note_statuses(statuses)
-            if (statuses == TIMEOUT).any():
-                self._recover()
-            self._settle_failures(part, pieces, group, statuses)
-        batch = part.flight.batch
-        if batch.op is Op.READ:
-            if group.bounces:
-                base = np.uint64(self._base + flying.slot * self._limits.bounce_bytes)
-                copy_pieces(group.outer, group.inner + base, group.copy_bytes)
-            self._checksums(part, pieces, group)
+        try:
+            statuses = np.concatenate([self.device.collect(iocb) for iocb in flying.iocbs])
+            if statuses.any():
+                self._transport.note_statuses(statuses)
+                if (statuses == TIMEOUT).any():
+                    self._recover()
+                self._settle_failures(part, pieces, group, statuses)
+            if part.flight.batch.op is Op.READ:
+                if group.bounces:
+                    base = np.uint64(self._base + flying.slot * self._limits.bounce_bytes)
+                    copy_pieces(group.outer, group.inner + base, group.copy_bytes)
+                self._checksums(part, pieces, group)
+        except Exception:  # who waits must hear of it, and the thread go on
+            _LOG.exception("gpu: a group of %s could not be settled", self.device.device.path)
+            part.flight.status[pieces.item[group.first : group.stop]] = -errno.EIO
         self._slots.append(flying.slot)
         if flying.last:
             self._transport.part_ended(part)

@@ -304,7 +304,10 @@ class GpuDevice:
         """Make what was written durable; 0 or a negative errno."""
         if self.down:
             return self.down
-        status = self._opened.controller.flush(self._opened.nsid, self._timeout_s)
+        try:
+            status = self._opened.controller.flush(self._opened.nsid, self._timeout_s)
+        except OSError as error:  # closed meanwhile
+            return -(error.errno or errno.EIO)
         if status:
             logger.warning("gpu: flush of %s: %s", self.device.path, text_of(status))
         return -errno_of(status)
@@ -332,7 +335,7 @@ class GpuDevice:
                 self._marked.add(os.open(self._opened.path, os.O_RDWR | os.O_CLOEXEC))
 
     def close(self) -> None:
-        """Wait for what was issued, then let go of the controller. Idempotent."""
+        """Wait for what was issued, then let go of the controller. Once."""
         self._ring.close()
         self._executor.detach(self._ring)
         with self._lock:
