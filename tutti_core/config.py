@@ -25,7 +25,7 @@ _CATALOG_MIN_BYTES = 8 * _MiB
 _CATALOG_MAX_BYTES = 8 * _GiB
 _TIER_MIN_BYTES = 8 * BLOCK_BYTES
 _DRIVE_NAMES = ("nvme:", "pci:")
-"""How drives without a driver of the kernel are named; `PATH`-like lists split them at the colon."""
+"""How drives without a driver of the kernel are named; lists that colons part break them there."""
 
 
 def _not_a_drive(place: Any) -> Any:
