@@ -185,7 +185,8 @@ Status Ring::prepare(u32 id, nvme::Io op, const FragmentArrays& fragments) {
             iocb.fragments[index] = {address, fragments.offset_bytes[index], u32(length),
                                      u16(device), u16(region)};
             devices_[id] |= 1u << device;
-            u64& word = used_[(id * view_->device_count + device) * kRegionWords + u32(region) / 64];
+            u64& word =
+                used_[(id * view_->device_count + device) * kRegionWords + u32(region) / 64];
             const u64 bit = u64{1} << (region % 64);
             if ((word & bit) == 0) finder.use(u32(region));
             word |= bit;

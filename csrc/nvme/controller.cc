@@ -69,6 +69,8 @@ bool Controller::dead() {
     return status == kAllOnes || (status & kStatusFatal) != 0;
 }
 
+bool Controller::ready() { return (load(kRegStatus) & kStatusReady) != 0; }
+
 // ---- up ----
 Failure Controller::open(const ControllerOptions& options) {
     std::lock_guard control(control_);
@@ -419,7 +421,7 @@ void Controller::close() {
     if (!open_) return;
     open_ = false;
     close_queues();
-    if (!dead()) {
+    if (!dead() && ready()) {
         store(kRegConfig, load(kRegConfig) | kConfigShutdown);
         Deadline deadline(kShutdownTimeoutNs);
         Backoff backoff;
@@ -434,7 +436,7 @@ void Controller::close() {
 
 bool Controller::close_if_dead() {
     std::unique_lock control(control_, std::try_to_lock);
-    if (!control.owns_lock() || !open_ || !dead()) return false;
+    if (!control.owns_lock() || !open_ || (!dead() && ready())) return false;
     close();
     return stopped_;
 }

@@ -172,6 +172,24 @@ void test_data_pointers() {
 }
 
 // ---- bring-up ----
+/// A controller that somebody else has disabled answers nothing any more, but for its registers.
+void test_disabled_behind_our_back() {
+    Rig rig;
+    CHECK(!rig.controller.close_if_dead() && rig.controller.is_open());
+    u8* registers = rig.access.registers();
+    Shared(*reinterpret_cast<u32*>(registers + kRegConfig)).store_release(0);
+    Deadline deadline(kPatience);
+    Backoff backoff;
+    while (Shared(*reinterpret_cast<u32*>(registers + kRegStatus)).load_acquire() != 0) {
+        CHECK(!deadline.passed());
+        backoff.turn();
+    }
+    CHECK(!rig.controller.dead() && rig.controller.close_if_dead());
+    CHECK(!rig.controller.is_open() && rig.controller.stopped());
+    CHECK(!rig.controller.reset());
+    CHECK(rig.controller.flush(1, kPatience) == 0);
+}
+
 void test_facts() {
     SoftOptions options;
     options.serial = "SERIAL 7";
@@ -660,6 +678,7 @@ int main(int count, char** arguments) {
     const u64 seed = count > 2 ? std::strtoull(arguments[2], nullptr, 10) : 1;
     test_data_pointers();
     test_facts();
+    test_disabled_behind_our_back();
     test_open_refuses();
     SoftOptions plain;
     test_random_transfers(plain, false, true, seed);

@@ -121,6 +121,7 @@ public:
     /// timed out is the process's again when this returned 0. Other rings on the controller are
     /// quiet meanwhile.
     /// 0; -ETIME: something is still in flight; -EBUSY: being reset; or what the reset failed with.
+    /// The device takes no more commands until a reset succeeded.
     Status reset_device(u32 device, u64 timeout_ns, std::string& what);
 
     const View& view() const { return *view_; }

@@ -39,7 +39,7 @@ struct Alone {
     TUTTI_HD void sync() const {}
 };
 
-/// The fragments of one lane, from first to last. `oldest` .. `next` are begun, or were passed over.
+/// The fragments of one lane, from first to last. `oldest` .. `next` were begun or passed over.
 template <class Group>
 class Lane {
 public:

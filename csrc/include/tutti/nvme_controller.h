@@ -1,8 +1,8 @@
 // Bringing a controller up and down: reset, admin queue, identify, I/O queues, shadow doorbells.
 //
-// Host code only; threads take turns, admin commands one after another. How registers and memory for DMA are reached is the
-// Access's matter: the software controller's, vfio's or sysfs's. Every wait is bounded, by what the
-// controller says of itself or by kAdminTimeoutNs.
+// Host code only; threads take turns, admin commands one after another. How registers and memory for
+// DMA are reached is the Access's matter: the software controller's, vfio's or sysfs's. Every wait is
+// bounded, by what the controller says of itself or by kAdminTimeoutNs.
 #pragma once
 
 #include <atomic>
@@ -98,8 +98,8 @@ public:
     /// Reset the device, identify it and make the queues.
     Failure open(const ControllerOptions& options);
     /// After a command hung or the device failed: disable, end everything in flight with
-    /// kDeviceGone, open again; after `close`, only the last. No thread is in the queues; where some
-    /// are, `close` and let them end first.
+    /// kDeviceGone, open again; after `close`, only the last. No thread is in the queues but in
+    /// `flush` and `transfer`; where others are, `close` and let them end first.
     Failure reset();
     /// Ask the device to stop a command. It may answer that it did not: `aborted` is false then.
     Failure abort(u32 queue, u32 command_id, bool& aborted);
@@ -108,8 +108,8 @@ public:
     /// Shut down in order, then disable. Idempotent; everything in flight ends with kDeviceGone.
     /// Threads may be in the queues meanwhile. The queues' memory stays until the destructor.
     void close();
-    /// `close`, if it is open and dead: true, if it moves nothing of ours any more. Leaves at once
-    /// where another thread opens, resets or closes it.
+    /// `close`, if it is open and dead, or was disabled by somebody else: true, if it moves nothing
+    /// of ours any more. Leaves at once where another thread opens, resets or closes it.
     bool close_if_dead();
 
     /// A copy: `reset` asks the device anew.
@@ -153,6 +153,9 @@ private:
     void end_all(u32 why);
     void release_all();
 
+    /// Enabled. One that is not, and that we did not disable, was reset or lost power: it has
+    /// forgotten us. Meaningless while it is being brought up or down.
+    bool ready();
     u32 load(u32 offset);
     u64 load64(u32 offset);
     void store(u32 offset, u32 value);

@@ -62,8 +62,8 @@ struct QueueMemory {
     u32* cq_event;
 };
 
-/// What happened in a queue since the object was made, resets included. Each is exact; together they
-/// are no snapshot.
+/// What happened in a queue since the object was made, resets included. Each is exact; together
+/// they are no snapshot.
 struct QueueStats {
     u64 sq_doorbells;
     u64 sq_doorbells_elided;
@@ -214,7 +214,10 @@ public:
 
     // ---- the end ----
     /// Take nothing more. What is in flight goes on.
-    TUTTI_HD void close() { Shared(closed_).store_release(kClosed); }
+    TUTTI_HD void close() {
+        u32 open = 0;
+        Shared(closed_).swap_if(open, kClosed);  // one that was abandoned stays so
+    }
 
     /// End all that is in flight with `why`; returns how much that was. Only after the controller
     /// was disabled: nothing completes any more, and nothing moves. Threads may be waiting

@@ -63,8 +63,8 @@ public:
         int last_ = -1;
     };
     void drop(u32 id);
-    /// As `drop`, for a user that gave up on a transfer: the device may still reach the region, which
-    /// stays in use until `reclaim`.
+    /// As `drop`, for a user that gave up on a transfer: the device may still reach the region,
+    /// which stays in use until `reclaim`.
     void lose(u32 id);
     /// The controller was reset or is gone: regions that were lost are no longer in use.
     void reclaim();
