@@ -441,6 +441,7 @@ class PrefixStore:
                     transfer_bytes_max=int(config.transfer_max),
                     bounce_bytes=int(config.bounce),
                     software_nvme=config.gpu_controller == "software",
+                    gpu_executor=config.gpu_executor,
                 ),
             )
             undo.callback(self._transport.close)
@@ -525,6 +526,7 @@ class PrefixStore:
                 health,
                 self._tiers,
                 gate=gate,
+                handover=self._stack.handover,
                 io_timeout_s=config.io_timeout_s,
                 first_gap=self._stack.first_gap,
                 sweep=self._sweep,

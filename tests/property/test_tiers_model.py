@@ -116,9 +116,7 @@ class History:
         pages.match(keys, first)  # under write_selective this makes pages move
         quiesce(self.store)
         hit = pages.match(keys, first)
-        quiesce(
-            self.store
-        )  # a page that moves up and down again while it is looked for is not seen
+        quiesce(self.store)  # what moves up makes room, and so what moves down, which evicts
         contained = pages.contains(keys, first)
         quiesce(self.store)
         loaded = pages.load(keys, first)
@@ -337,9 +335,10 @@ def test_any_history(rng, fast_path: Path, policy: str, mode: str, faulty: bool)
     assert moved["demoted"] > 0 or (policy, mode) == ("write_through", "inclusive")
 
 
+@pytest.mark.parametrize("mode", ["inclusive", "exclusive"])
 @pytest.mark.parametrize("policy", POLICIES)
-def test_any_history_with_three_tiers(rng, fast_path: Path, policy: str) -> None:
-    play(rng, fast_path, faulty=False, write_policy=policy, hbm=DRAM)
+def test_any_history_with_three_tiers(rng, fast_path: Path, policy: str, mode: str) -> None:
+    play(rng, fast_path, faulty=False, write_policy=policy, dram_mode=mode, hbm=DRAM)
 
 
 # ---- negative controls: each breaks one rule, which some history has to show ----
@@ -366,7 +365,7 @@ def uncleared(patch: pytest.MonkeyPatch) -> None:
 
 def orphaning(patch: pytest.MonkeyPatch) -> None:
     """Pages whose ancestor leaves the store stay."""
-    patch.setattr(TierStack, "_departed", lambda self, departures: None)
+    patch.setattr(TierStack, "_departed", lambda self, departures: [])
 
 
 def dropping(patch: pytest.MonkeyPatch) -> None:

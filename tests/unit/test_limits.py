@@ -473,6 +473,17 @@ class TestTtlInMemory:
             assert all(pages.save(keys)) and pages.match(keys) == 6 and all(pages.load(keys))
             check_tiers(store)
 
+    @pytest.mark.parametrize("mode", ["inclusive", "exclusive"])
+    def test_clearing_counts_each_page_that_is_too_old_once(self, store_dir, clock, mode) -> None:
+        with tiered(store_dir, dram_mode=mode) as (store, _):
+            pages, keys, alone = client(store), run("a", 4), loose(run("b", 2))
+            pages.pages.limit(ttl_s=TTL_S)
+            assert all(pages.save(keys)) and all(pages.save(alone)) and all(pages.load(keys))
+            quiesce(store)
+            clock.advance(TTL_S + 1)
+            assert pages.pages.clear() == 6
+            check_tiers(store)
+
     def test_a_second_save_of_a_page_that_is_too_old_loses_no_slot(self, store_dir, clock) -> None:
         with tiered(store_dir, write_policy="write_back") as (store, _):
             pages, keys = client(store), run("a", 4)

@@ -250,6 +250,22 @@ class NamespacePages:
             keys = rows[stored].tobytes()
         return Victim(keys, slot, generation, leaf.last_use, leaf, span, value)
 
+    def end_below(self, keys: bytes) -> Victim | None:
+        """The end of some leaf below the last page of a rooted chain; None: nothing is below."""
+        count = len(keys) // self.tree.width
+        along = self.tree.pages_along(keys)
+        if count == 0 or sum(along.values()) != count:
+            return None
+        leaf, length = list(along.items())[-1]
+        if leaf.children:
+            length = 0
+            while leaf.children:
+                leaf = next(iter(leaf.children.values()))
+        if len(leaf) == length:
+            return None
+        self.tree.unpark(leaf)
+        return self.tail(leaf, len(leaf) - length, 0.0)
+
     def kept_pages(self, leaf: Node, count: int) -> int:
         """How many pages of `leaf` must stay because of a guard or a pin before its last `count`.
 

@@ -121,14 +121,17 @@ class Locations:
         self.checksum[index] = entries.checksum
         self.generation[index] = entries.generation
 
+    def joined(self, more: Locations) -> Locations:
+        """These, and then `more`."""
+        return Locations(
+            np.concatenate([self.slot, more.slot]),
+            np.concatenate([self.checksum, more.checksum]),
+            np.concatenate([self.generation, more.generation]),
+        )
+
     def padded(self, count: int) -> Locations:
         """These, and `count` more pages that are not stored."""
-        rest = Locations.absent(count)
-        return Locations(
-            np.concatenate([self.slot, rest.slot]),
-            np.concatenate([self.checksum, rest.checksum]),
-            np.concatenate([self.generation, rest.generation]),
-        )
+        return self.joined(Locations.absent(count))
 
     @classmethod
     def absent(cls, count: int) -> Locations:

@@ -246,9 +246,10 @@ class Loader:
                 hits, wanted = self._stack.take(entry, keys.data, first, keys.rooted)
                 where = Locations.absent(count)
                 if wanted.any():
-                    pages, found = self._locate_wanted(entry, keys, first, wanted)
+                    pages, found = self._stack.find_wanted(
+                        entry, keys.data, first, keys.rooted, wanted, hits
+                    )
                     where.put(pages, found)
-                self._stack.take_again(entry, keys.data, first, keys.rooted, wanted, hits)
         except BaseException:
             if self._stack is not None:
                 self._stack.give_back(hits)
@@ -295,8 +296,7 @@ class Loader:
         hits, wanted = stack.take(entry, keys.data, first, keys.rooted)
         try:
             if wanted.any():
-                self._read(ticket, entry, keys, first, memory, wanted)
-            stack.take_again(entry, keys.data, first, keys.rooted, wanted, hits)
+                self._read(ticket, entry, keys, first, memory, (wanted, hits))
         except BaseException:
             stack.give_back(hits)
             raise
@@ -315,18 +315,22 @@ class Loader:
         keys: PageKeys,
         first: int,
         memory: PageFragments,
-        wanted: Mask | None,
+        taken: tuple[Mask, list[Hit]] | None,
     ) -> None:
-        """Start reading pages from the devices (None: all); takes what is found off `wanted`."""
+        """Start reading pages from the devices: what `take` left wanted, of which it takes off
+        what is found; or all (None).
+        """
         started = self._manager.begin_load()
         try:
-            if wanted is None:
+            if self._stack is None or taken is None:
                 where = self._manager.locate(entry, keys.data, first, keys.rooted)
                 present = np.flatnonzero(where.slot != NO_SLOT)
                 self._manager.count("missed_pages", len(where) - len(present))
                 where = where.select(present)
             else:
-                present, where = self._locate_wanted(entry, keys, first, wanted)
+                present, where = self._stack.find_wanted(
+                    entry, keys.data, first, keys.rooted, *taken
+                )
             if len(present) == 0:
                 self._manager.end_load(started)
                 return
@@ -350,16 +354,6 @@ class Loader:
             ticket._transfer = _Transfer(
                 transfer, started, present, where, memory, device, time.monotonic(), trailers
             )
-
-    def _locate_wanted(
-        self, entry: Entry, keys: PageKeys, first: int, wanted: Mask
-    ) -> tuple[Indices, Locations]:
-        assert self._stack is not None
-        low, where = self._stack.locate_below(entry, keys.data, first, keys.rooted, wanted)
-        here = wanted[low - first : low - first + len(where)] & (where.slot != NO_SLOT)
-        index = np.flatnonzero(here)
-        wanted[index + (low - first)] = False
-        return index + (low - first), where.select(index)
 
     def submit(self, batch: Batch) -> int | None:
         """Start a batch; None when too many are in flight even after collecting finished ones.

@@ -19,7 +19,7 @@ import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -182,6 +182,7 @@ class Manager:
         self._records_before = catalog.sequence()  # generations up to here
         self._opened = self._tick()
         self._condemned: dict[int, None] = {}  # generations of unreadable pages, latest last
+        self._leaving: set[int] = set()  # of pages that moved up, until their records are removed
         self._unremoved: list[tuple[bytes, int, int]] = []  # retired, but the catalog said no
         self._owned: Counter[bytes] = Counter()
         """By namespace, pages in segments of this process that were scanned so far."""
@@ -372,6 +373,12 @@ class Manager:
         self.health.tick()
         return self.health.unwell_reads
 
+    def renew(self, entry: Entry, keys: bytes) -> None:
+        """The pages of a rooted chain are as if new, unless they are past the namespace's TTL."""
+        with self.lock:
+            keys = keys[: self._shown_count(entry, keys) * entry.key_bytes]
+            entry.pages.locate(keys, 0, True, self._tick())
+
     def _hide_unwell(self, where: Locations) -> None:
         """Pages on a device that does not answer are misses, until it does."""
         if unwell := self._unwell_reads():
@@ -435,12 +442,19 @@ class Manager:
             with self.lock:
                 # A page evicted between the look-up and here must not come back.
                 where.slot[~self.space.holds(where.slot, where.generation)] = NO_SLOT
-                if self._condemned:
-                    bad = [g in self._condemned for g in where.generation.tolist()]
-                    where.slot[bad] = NO_SLOT
+                where.slot[_are_in(self._condemned, where.generation)] = NO_SLOT
                 if rooted:
                     entry.pages.insert(keys[: stop * width], start, True, where, self._tick())
         return where
+
+    def recorded(self, entry: Entry, keys: bytes) -> npt.NDArray[np.bool_]:
+        """Which pages have a record in the catalog, whoever saved them and however old they are."""
+        try:
+            found, records = self.catalog.lookup(entry.record_keys(keys))
+        except DeviceError as error:
+            self._note_catalog_error(error)
+            return np.zeros(len(keys) // entry.key_bytes, dtype=np.bool_)
+        return np.asarray(found & _same_pages(records, entry, keys), dtype=np.bool_)
 
     def still_there(
         self,
@@ -535,16 +549,37 @@ class Manager:
     ) -> None:
         """Forget pages of a chain at once; `remove_dropped` removes the recorded ones for good."""
         with self.lock:
-            self._condemned.update(dict.fromkeys(generations[recorded].tolist()))
-            while len(self._condemned) > CONDEMNED_MAX:
-                del self._condemned[next(iter(self._condemned))]
-            left = {
-                generation
-                for i, generation in zip(index.tolist(), generations.tolist(), strict=True)
-                if not entry.pages.drop(keys, i, rooted, generation)
-            }
-            if left and not rooted:  # read by their keys alone, they may stand in the tree
-                entry.pages.drop_generations(left)
+            self._drop(entry, keys, index, rooted, generations, recorded)
+
+    def hand_up(
+        self, entry: Entry, keys: bytes, index: npt.NDArray[np.intp], generations: U64
+    ) -> None:
+        """`drop` pages of a rooted chain that a memory tier has taken over; under the lock.
+
+        A save that finds their records before these are removed has not stored anything.
+        """
+        self._leaving.update(generations.tolist())
+        self._drop(entry, keys, index, True, generations, np.ones(len(index), dtype=np.bool_))
+
+    def _drop(
+        self,
+        entry: Entry,
+        keys: bytes,
+        index: npt.NDArray[np.intp],
+        rooted: bool,
+        generations: U64,
+        recorded: npt.NDArray[np.bool_],
+    ) -> None:
+        self._condemned.update(dict.fromkeys(generations[recorded].tolist()))
+        while len(self._condemned) > CONDEMNED_MAX:
+            del self._condemned[next(iter(self._condemned))]
+        left = {
+            generation
+            for i, generation in zip(index.tolist(), generations.tolist(), strict=True)
+            if not entry.pages.drop(keys, i, rooted, generation)
+        }
+        if left and not rooted:  # read by their keys alone, they may stand in the tree
+            entry.pages.drop_generations(left)
 
     def forgive(self, generations: list[int]) -> None:
         """Offer pages again that were forgotten, whose records are there still."""
@@ -840,6 +875,23 @@ class Manager:
         self.count("evicted_pages", len(victims))
         return True
 
+    def evict_below(self, entry: Entry, keys: bytes) -> None:
+        """Evict all that is below the last page of a rooted chain, which is in no tier any more."""
+        retired: list[tuple[bytes, int, int]] = []
+        while True:
+            with self.lock:
+                victim = entry.pages.end_below(keys)
+                if victim is None:
+                    break
+                retired += self._retire(entry, victim)
+        if not retired:
+            return
+        self.count("evicted_pages", len(retired))
+        try:
+            self._remove_retired(retired)
+        except (StoreFullError, DeviceError) as error:
+            self._note_catalog_error(error)
+
     def _is_read_elsewhere(self, owner: Entry, victim: Victim) -> bool:
         """Whether another process has read pages since they were used here; they count as used now.
 
@@ -959,6 +1011,7 @@ class Manager:
                 # out of the store.
                 good = _same_pages(done.record, entry, pages.page_keys)
                 good &= self.space.holds(found.slot, found.generation)
+                good &= ~_are_in(self._leaving, found.generation)
                 found.slot[~good] = NO_SLOT
                 stored.append(good)
                 where.slot[index - first] = found.slot
@@ -980,6 +1033,8 @@ class Manager:
         if mine:
             self._remove_retired(mine)
         self.catalog.remove(others)
+        with self.lock:
+            self._leaving.difference_update(generation for *_, generation in pages)
 
     def clear(self, entry: Entry) -> int:
         """Remove every page of a namespace; returns how many records went.
@@ -1140,6 +1195,12 @@ class Manager:
     def stop(self) -> None:
         """Ask a running `restore` to end soon."""
         self._stopping = True
+
+
+def _are_in(known: Collection[int], generations: U64) -> npt.NDArray[np.bool_]:
+    if not known:
+        return np.zeros(len(generations), dtype=np.bool_)
+    return np.array([g in known for g in generations.tolist()], dtype=np.bool_)
 
 
 def _slot_bytes(page_bytes: int) -> int:

@@ -91,7 +91,9 @@ class MemoryTier:
         self.counters: Counter[str] = Counter()  # guarded by the lock, as all below
         self.lock = threading.Lock()
         self.on_departure: Callable[[list[Departure]], None] | None = None
-        """Told, without the lock, of pages that were evicted, where a faster tier may have more."""
+        """Told, without the lock, of pages that were dropped which no lower tier holds."""
+        self.tells_all = False
+        """It is told of what a lower tier holds, too: a faster tier may have more below it."""
         self._departed: list[Departure] = []
         self._space = Space(self.segment_bytes)
         self._unclaimed = list(range(arena.length_bytes // self.segment_bytes))[::-1]
@@ -499,7 +501,8 @@ class MemoryTier:
         return len(victim.slot)
 
     def _drop_victim(self, shelf: Shelf, victim: Victim) -> None:
-        if self.on_departure is not None and victim.leaf is not None:
+        alone = self.tells_all or bool(self._are(self._unsaved, victim.generation).any())
+        if self.on_departure is not None and victim.leaf is not None and alone:
             keys, slots, _ = path_of(victim.leaf)
             self._departed.append((shelf.entry, keys, len(slots) - victim.span))
         shelf.pages.forget(victim, self._tick())
@@ -690,16 +693,21 @@ class MemoryTier:
         self._moving.difference_update(write.generations.tolist())
 
     # ---- what other tiers say ----
-    def must_save(self, entry: Entry, keys: bytes, index: Indices) -> None:
+    def must_save(self, entry: Entry, keys: bytes, index: Indices) -> Mask:
         """The pages at `index` of a rooted chain, if here, must not be dropped without a write.
 
         For ancestors of a page that a lower tier gets, where that tier has not got them.
+
+        Returns
+            one bool a page: whether it is here.
         """
         with self.lock:
             found = self._find(self._shelf(entry), keys, 0, True)
-            here = found.generation[index][found.slot[index] != NO_SLOT].tolist()
-            self._unsaved.update(here)
-            self._fresh.difference_update(here)
+            here: Mask = found.slot[index] != NO_SLOT
+            generations = found.generation[index][here].tolist()
+            self._unsaved.update(generations)
+            self._fresh.difference_update(generations)
+            return here
 
     def second_use(self, entry: Entry, keys: bytes, rooted: bool) -> Indices:
         """Of the pages of a chain, those that were fresh; from now on they must be saved."""

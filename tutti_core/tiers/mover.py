@@ -10,6 +10,9 @@ promotions without one, and those that the queue has no room for are forgotten.
                 then, where the tier is exclusive, take them from the devices.
     demotion    a save like any other, straight from the arena; the saver publishes it, then the
                 page may leave. What fails stays, unsaved, and is tried again after a pause.
+
+An exclusive page leaves one place only where the other has it at that moment: one may evict what
+the other is about to let go of.
 """
 
 from __future__ import annotations
@@ -32,6 +35,7 @@ from tutti_core.index.catalog import packed_rows, record_key_at
 from tutti_core.index.radix import NO_SLOT, Locations
 from tutti_core.io.transport import BatchResult, Op, Transport, start_batch
 from tutti_core.keys import PageKeys
+from tutti_core.tiers.handover import Handover
 from tutti_core.tiers.health import Health
 from tutti_core.tiers.manager import Entry, Manager
 from tutti_core.tiers.memory import MemoryTier
@@ -138,6 +142,7 @@ class Mover:
     Parameters
         tiers: the memory tiers, fastest first.
         gate: counts the loads in flight.
+        handover: where pages change places.
         first_gap: the first page of a rooted chain that is in no tier.
         sweep: collects loads that have ended but that nobody waited for.
         fail: called once if an invariant of ours breaks; nothing is moved from then on.
@@ -152,12 +157,14 @@ class Mover:
         tiers: Sequence[MemoryTier],
         *,
         gate: LoadGate,
+        handover: Handover,
         io_timeout_s: float,
         first_gap: Callable[[Entry, bytes], int | None],
         sweep: Callable[[], None],
         fail: Callable[[], None],
     ) -> None:
         self._first_gap = first_gap
+        self._handover = handover
         self._manager = manager
         self._transport = transport
         self._saver = saver
@@ -440,17 +447,26 @@ class Mover:
                 write.ticket.wait(self._io_timeout_s)
             except BusyError:
                 continue
-        stored = write.ticket.wait()
-        if write.rooted and not stored.all():  # another save may have brought them there
-            with self._manager.lock:
-                stored = stored | stored_along(entry.pages, write.keys)[write.index]
-        tier.end_write(write, stored)
+        stored = self._let_go(tier, write)
         for other in self._tiers:
             if other is not tier and stored.any():
                 other.note_saved(entry, write.keys, write.rooted, write.index[stored])
         if not stored.all() and not write.ticket.cancelled:
             self._manager.count("demotion_errors", int(np.count_nonzero(~stored)))
             self._rest_until_s = time.monotonic() + FAILURE_PAUSE_S
+
+    def _let_go(self, tier: MemoryTier, write: Write) -> Mask:
+        """End a write that was answered; returns which of its pages are stored below.
+
+        Of an exclusive tier those stay that the devices have evicted again meanwhile.
+        """
+        stored = write.ticket.wait()
+        with self._handover.move(), self._manager.lock:
+            if write.rooted:  # another save may have brought them there
+                below = stored_along(write.shelf.entry.pages, write.keys)[write.index]
+                stored = below if tier.leave_after_write else stored | below
+            tier.end_write(write, stored)
+        return stored
 
     def _source(self, tier: MemoryTier, entry: Entry, slots: U64) -> PageFragments:
         """Slots as memory that a transport can read; those of a GPU are copied out first."""
@@ -623,7 +639,7 @@ class Mover:
         kind = Kind.ARRIVING if target.leave_after_write else Kind.SAVED
         offered = self._offer(promotion, keys, index, slots, where.checksum, kind)
         if target.leave_after_write:
-            self._take_from_devices(entry, keys, promotion.rooted, index, where, offered)
+            self._take_from_devices(target, entry, keys, index, where, offered)
             target.end_arrival(entry, keys, promotion.rooted, index)
 
     def _offer(
@@ -636,9 +652,10 @@ class Mover:
         kind: Kind,
     ) -> Mask:
         target, entry = promotion.target, promotion.entry
-        offered = target.commit(
-            entry, promotion.epoch, keys, promotion.rooted, index, slots, checksum, kind
-        )
+        with self._handover.move():
+            offered = target.commit(
+                entry, promotion.epoch, keys, promotion.rooted, index, slots, checksum, kind
+            )
         # The devices may have evicted an ancestor before the pages could be seen here.
         sound = self._sound(promotion, keys, index)
         if sound < len(index):
@@ -650,15 +667,21 @@ class Mover:
 
     def _take_from_devices(
         self,
+        target: MemoryTier,
         entry: Entry,
         keys: bytes,
-        rooted: bool,
         index: Indices,
         where: Locations,
         offered: Mask,
     ) -> None:
-        """Exclusive: pages that were offered above leave the devices."""
+        """Exclusive: pages that were offered above, and are there still, leave the devices."""
         index, where = index[offered], where.select(np.flatnonzero(offered))
+        if len(index) == 0:
+            return
+        with self._handover.move(), self._manager.lock:
+            here = np.flatnonzero(target.must_save(entry, keys, index))
+            index, where = index[here], where.select(here)
+            self._manager.hand_up(entry, keys, index, where.generation)
         if len(index) == 0:
             return
         record_keys = self._manager.record_keys(entry, keys, index)
@@ -667,8 +690,6 @@ class Mover:
             entry,
             [(record_key_at(record_keys, i), slots[i], generations[i]) for i in range(len(slots))],
         )
-        recorded = np.ones(len(index), dtype=np.bool_)
-        self._manager.drop(entry, keys, index, rooted, where.generation, recorded)
         # The records must go, or the slots are lost. The queue is full, and the saver empties it;
         # one that has failed takes nothing any more, and the slots are found at the next opening.
         while not (self._saver.enqueue(job) or self._saver.failed or self._stopping):

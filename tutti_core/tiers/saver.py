@@ -181,7 +181,7 @@ class UpperTiers(Protocol):
         ...
 
     def after_eviction(self) -> None:
-        """Pages may have been evicted from the devices: drop what depended on them."""
+        """Pages may have been evicted, from the devices or above: drop what depended on them."""
         ...
 
     def keep(self, job: SaveJob, count: int) -> Any:
@@ -225,7 +225,10 @@ class ClearJob:
 
 @dataclass(slots=True)
 class DropJob:
-    """Remove unreadable pages of a namespace: (record key, slot, generation) each."""
+    """Remove unreadable pages of a namespace: (record key, slot, generation) each.
+
+    Without any: pages have left a memory tier and no other has them (`UpperTiers.after_eviction`).
+    """
 
     entry: Entry
     pages: list[tuple[bytes, int, int]]
@@ -634,6 +637,8 @@ class Saver:
         try:
             if isinstance(job, DropJob):
                 self._manager.remove_dropped(job.entry, job.pages)
+                if self._upper is not None:
+                    self._upper.after_eviction()
             else:
                 devices = partial(self._manager.clear, job.entry)
                 upper = self._upper

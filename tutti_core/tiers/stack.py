@@ -6,12 +6,15 @@ it. No lock of one tier is held while another is asked, so a page may move meanw
     - down: it is published below before it leaves above, and is asked for from above; found once.
     - up, copied (inclusive): it stays below; found.
     - up, moved (exclusive): it is offered above before it leaves below. A look-up that came too
-      early above and too late below asks above once more.
+      early above and too late below sees that something has moved, and asks both once more while
+      nothing does (handover.py).
 
 What depends on a page goes with it. A page that leaves the devices and is in no memory tier takes
-along what memory tiers hold below it (`after_eviction`). A page that the devices lack, but have, or
-get, something below of, must not be dropped from memory without a write (`before_write`). Leaves go
-first in each tier, so nothing else can lose its ancestors.
+along what memory tiers hold below it, and one that leaves memory, as it is past its TTL, what the
+devices hold (`after_eviction`). A page that the devices lack, but have, or get, something below of,
+must not be dropped from memory without a write (`before_write`). Leaves go first in each tier, so
+nothing else can lose its ancestors. Along a chain no page was used later than those before it, also
+where these are in another tier (`_renew`).
 """
 
 from __future__ import annotations
@@ -32,10 +35,11 @@ from tutti_core.index.pages import Victim
 from tutti_core.index.radix import NO_SLOT, Locations
 from tutti_core.keys import PageKeys
 from tutti_core.tiers.copier import Copier, Copy
+from tutti_core.tiers.handover import Handover
 from tutti_core.tiers.manager import Entry, Manager
 from tutti_core.tiers.memory import MemoryTier
 from tutti_core.tiers.mover import Mover
-from tutti_core.tiers.saver import SaveJob, Saver
+from tutti_core.tiers.saver import DropJob, SaveJob, Saver
 from tutti_core.tiers.shelf import Departure, Kind, path_of, stored_along
 
 U64 = npt.NDArray[np.uint64]
@@ -64,6 +68,13 @@ class EvictionLog(Manager):
             keys, slots, _ = path_of(victim.leaf)
             self.departed.append((owner, keys, len(slots) - victim.span))
         return super()._retire(owner, victim)
+
+    def note_departed(self, departures: list[Departure]) -> bool:
+        """Add what has left a memory tier; whether there was nothing else."""
+        with self.lock:
+            first = not self.departed
+            self.departed += departures
+        return first
 
     def take_departed(self) -> list[Departure]:
         """What was noted since the last call."""
@@ -117,8 +128,10 @@ class TierStack:
         self._copier = copier
         self._write_policy = write_policy
         self._dram = tiers[-1] if tiers[-1].name == "dram" else None
-        for tier in tiers[1:]:
-            tier.on_departure = self._departed
+        for tier in tiers:
+            tier.tells_all = tier is not tiers[0]
+            tier.on_departure = self._left_memory
+        self.handover = Handover()
         self._exclusive = any(tier.leave_after_write for tier in tiers)
         self.saver: Saver
         self.mover: Mover
@@ -139,23 +152,31 @@ class TierStack:
             gaps = np.flatnonzero(~self.present(entry, keys, first, False))
             hit = int(gaps[0]) if len(gaps) else len(keys) // entry.key_bytes - first
         if hit:
-            self._note_use(entry, keys[: (first + hit) * entry.key_bytes], rooted)
+            keys = keys[: (first + hit) * entry.key_bytes]
+            self._note_use(entry, keys, rooted)
+            self._renew(entry, keys, rooted)
         return hit
 
     def _match_rooted(self, entry: Entry, keys: bytes, first: int) -> int:
         count, at = len(keys) // entry.key_bytes, first
         while at < count:
-            start = at
-            at = self._match_memory(entry, keys, at)
-            if at > start:  # the devices learn of the use too
-                self._use_below(entry, keys[: at * entry.key_bytes], start)
-            if at == count:
+            start, moves = at, self.handover.moves
+            at = self._match_stretch(entry, keys, start)
+            if at == start and self._exclusive and moves != self.handover.moves:
+                with self.handover.still():
+                    at = self._match_stretch(entry, keys, start)
+            if at == start:
                 break
-            below = self._manager.match(entry, keys, at, True)
-            if below == 0 and not (self._exclusive and self._match_memory(entry, keys, at) > at):
-                break  # else it has moved up meanwhile
-            at += below
         return at - first
+
+    def _match_stretch(self, entry: Entry, keys: bytes, start: int) -> int:
+        """The end of the pages from `start` on that memory holds, and then the devices."""
+        at = self._match_memory(entry, keys, start)
+        if at > start:  # the devices learn of the use too
+            self._use_below(entry, keys[: at * entry.key_bytes], start)
+        if at < len(keys) // entry.key_bytes:
+            at += self._manager.match(entry, keys, at, True)
+        return at
 
     def _match_memory(self, entry: Entry, keys: bytes, at: int) -> int:
         while True:
@@ -168,14 +189,20 @@ class TierStack:
     def present(self, entry: Entry, keys: bytes, first: int, rooted: bool) -> Mask:
         """Which of the pages `first` .. end of the chain are in some tier."""
         self._manager.notice_clears()
+        moves = self.handover.moves
+        held = self._present_now(entry, keys, first, rooted)
+        if self._exclusive and not held.all() and moves != self.handover.moves:
+            with self.handover.still():
+                held |= self._present_now(entry, keys, first, rooted)
+        return held
+
+    def _present_now(self, entry: Entry, keys: bytes, first: int, rooted: bool) -> Mask:
         held = self._in_memory(entry, keys, first, rooted)
         if held.all():
             self._renew_below(entry, keys, first, rooted)
             return held
         low, below = self.locate_below(entry, keys, first, rooted, ~held)
         held[low - first : low - first + len(below)] |= below.slot != NO_SLOT
-        if self._exclusive and not held.all():
-            held |= self._in_memory(entry, keys, first, rooted)
         return held
 
     def _in_memory(self, entry: Entry, keys: bytes, first: int, rooted: bool) -> Mask:
@@ -200,6 +227,16 @@ class TierStack:
     def _renew_below(self, entry: Entry, keys: bytes, first: int, rooted: bool) -> None:
         with self._manager.lock:
             entry.pages.locate(keys, first, rooted, time.monotonic_ns())
+
+    def _renew(self, entry: Entry, keys: bytes, rooted: bool) -> None:
+        """Where there is a TTL, no page of a chain that was used is older than its end.
+
+        Loads and saves look each page up, with those before it; a match begins somewhere.
+        """
+        if rooted and entry.limits.ttl_ns is not None:
+            for tier in self.tiers:
+                tier.holds(entry, keys, 0, True)
+            self._manager.renew(entry, keys)
 
     def _note_use(self, entry: Entry, keys: bytes, rooted: bool) -> None:
         """Under write_selective, pages that are used again are written to the devices."""
@@ -227,12 +264,35 @@ class TierStack:
             self._note_use(entry, keys, rooted)
         return hits, wanted
 
-    def take_again(
+    def find_wanted(
         self, entry: Entry, keys: bytes, first: int, rooted: bool, wanted: Mask, hits: list[Hit]
-    ) -> None:
-        """Look once more for pages that may have moved up since `take`; see the file's head."""
-        if self._exclusive and wanted.any():
+    ) -> tuple[Indices, Locations]:
+        """What the devices hold of what `take` left wanted, of which it takes off what is found.
+
+        Where something is missing that may have moved, both are asked again. The caller has begun
+        a load, so that what is found stays there.
+
+        Returns
+            positions in the load, and where these pages are.
+        """
+        index, where = self._take_below(entry, keys, first, rooted, wanted)
+        if not self._exclusive or not wanted.any():
+            return index, where
+        with self.handover.still():
             self.take_from(self.tiers[-1], entry, keys, first, rooted, wanted, hits)
+            more, also = self._take_below(entry, keys, first, rooted, wanted)
+        return np.concatenate((index, more)), where.joined(also)
+
+    def _take_below(
+        self, entry: Entry, keys: bytes, first: int, rooted: bool, wanted: Mask
+    ) -> tuple[Indices, Locations]:
+        if not wanted.any():
+            return np.empty(0, dtype=np.intp), Locations.absent(0)
+        low, where = self.locate_below(entry, keys, first, rooted, wanted)
+        at = low - first
+        index = np.flatnonzero(wanted[at : at + len(where)] & (where.slot != NO_SLOT))
+        wanted[index + at] = False
+        return index + at, where.select(index)
 
     def take_from(
         self,
@@ -314,11 +374,7 @@ class TierStack:
         """Where the stretch of pages that are in the store and end at page `first` begins."""
         if first == 0:
             return 0
-        part = keys[: first * entry.key_bytes]
-        with self._manager.lock:
-            held = stored_along(entry.pages, part)
-        for tier in self.tiers:
-            held |= tier.peek(entry, part)
+        held = self._held(entry, keys[: first * entry.key_bytes], self.tiers)
         gaps = np.flatnonzero(~held)
         return int(gaps[-1]) + 1 if len(gaps) else 0
 
@@ -349,6 +405,8 @@ class TierStack:
                 kind = Kind.FRESH if self._write_policy == "write_selective" else Kind.UNSAVED
                 stored = self._commit(tier, job, epoch, np.arange(count), slots, kind)
                 self._note_published(tier, job, count)
+                if kind is Kind.FRESH and job.rooted:
+                    self._secure_fresh(tier, job)
                 stored[self._keep_sound(job, job.index[:count]) :] = False
                 job.ticket.settle(job.result[:count][stored], True)
                 self._manager.count("saved_pages", int(np.count_nonzero(stored)))
@@ -384,6 +442,19 @@ class TierStack:
                 self._drop_below(job.entry, job.keys[: (gap + 1) * job.entry.key_bytes])
         return sound
 
+    def _secure_fresh(self, tier: MemoryTier, job: SaveJob) -> None:
+        """Pages that the devices lack, but have something below of, are not dropped unwritten.
+
+        So it is where what a page depends on has left memory and comes again.
+        """
+        entry = job.entry
+        with self._manager.lock:
+            held = stored_along(entry.pages, job.keys)
+            known = sum(entry.pages.tree.pages_along(job.keys).values())
+        lacking = np.flatnonzero(~held[:known])
+        if len(lacking):
+            tier.must_save(entry, job.keys, lacking)
+
     def _note_published(self, tier: MemoryTier, job: SaveJob, count: int) -> None:
         """Another save may have brought the same pages to the devices meanwhile."""
         if count == 0:
@@ -391,14 +462,25 @@ class TierStack:
         entry, index = job.entry, job.index[:count]
         keys = job.keys[: (int(index[-1]) + 1) * entry.key_bytes]
         if job.rooted:
-            with self._manager.lock:
-                held = stored_along(entry.pages, keys)[index]
-                if held.any() and entry.limits.ttl_ns is not None:  # they may be past it
-                    entry.pages.locate(keys, 0, True, time.monotonic_ns())
-        else:
+            self._note_held_below(entry, keys, index, (tier,))
+            return
+        with self.handover.move():
             held = self._manager.locate(entry, keys, 0, False).slot[index] != NO_SLOT
-        if held.any():
-            tier.note_saved(entry, keys, job.rooted, index[held])
+            if held.any():
+                tier.note_saved(entry, keys, False, index[held])
+
+    def _note_held_below(
+        self, entry: Entry, keys: bytes, index: Indices, tiers: Sequence[MemoryTier]
+    ) -> None:
+        """Of the pages at `index` of a rooted chain, tell `tiers` which the devices hold."""
+        with self.handover.move(), self._manager.lock:
+            held = index[stored_along(entry.pages, keys)[index]]
+            if len(held) == 0:
+                return
+            if entry.limits.ttl_ns is not None:  # they may be past it
+                entry.pages.locate(keys, 0, True, time.monotonic_ns())
+            for tier in tiers:
+                tier.note_saved(entry, keys, True, held)
 
     def _fill(self, tier: MemoryTier, job: SaveJob, count: int) -> U64:
         """Reserve slots for the first pages of a job and copy these; returns the slots."""
@@ -445,27 +527,54 @@ class TierStack:
         return self._sound(job, job.index)
 
     def after_eviction(self) -> None:
-        """See `UpperTiers`."""
-        self._departed(self._manager.take_departed())
+        """See `UpperTiers`. What is evicted here departs too, but nothing is below it any more."""
+        while departures := self._manager.take_departed():
+            for entry, keys, at in self._departed(departures):
+                self._manager.evict_below(entry, keys[: (at + 1) * entry.key_bytes])
 
-    def _departed(self, departures: list[Departure]) -> None:
-        """Pages left a tier: what depends on those that are in no tier any more goes too."""
+    def _left_memory(self, departures: list[Departure]) -> None:
+        """Pages left a memory tier; the saver evicts what the devices hold below them.
+
+        Its thread does, as that publishes: what it is about to is not overlooked.
+        """
+        gone = self._departed(departures)
+        if gone and self._manager.note_departed(gone):
+            self.saver.enqueue(DropJob(gone[0][0], []))  # refused: it looks when it next saves
+
+    def _departed(self, departures: list[Departure]) -> list[Departure]:
+        """Pages left a tier: what memory holds below those that are in no tier any more goes too.
+
+        Returns
+            of each run the part that begins with such a page. The whole part, as it may be looked
+            at again, and its first pages may have come back by then.
+        """
+        left: list[Departure] = []
         for entry, keys, low in departures:
-            held = self.tiers[-1].peek(entry, keys)
-            with self._manager.lock:
-                held |= stored_along(entry.pages, keys)
+            held = self._held(entry, keys, self.tiers[-1:])
             for tier in self.tiers[:-1]:
                 above = np.flatnonzero(tier.peek(entry, keys)[low:] & ~held[low:]) + low
                 if len(above):  # a slower tier may hold something below these
-                    tier.must_save(entry, keys, above)
-                    held[above] = True
+                    held[above] = tier.must_save(entry, keys, above)
             gone = np.flatnonzero(~held[low:])
             if len(gone):
-                self._drop_below(entry, keys[: (low + int(gone[0]) + 1) * entry.key_bytes])
+                at = low + int(gone[0])
+                left.append((entry, keys, at))
+                self._drop_below(entry, keys[: (at + 1) * entry.key_bytes])
+        return left
 
     def _drop_below(self, entry: Entry, keys: bytes) -> None:
         for tier in self.tiers:
             tier.drop_below(entry, keys)
+
+    def _held(self, entry: Entry, keys: bytes, tiers: Sequence[MemoryTier]) -> Mask:
+        """Which pages of a rooted chain some of `tiers` or the devices hold."""
+        with self.handover.still():
+            held = np.zeros(len(keys) // entry.key_bytes, dtype=np.bool_)
+            for tier in tiers:
+                held |= tier.peek(entry, keys)
+            with self._manager.lock:
+                held |= stored_along(entry.pages, keys)
+        return held
 
     def _secure(self, job: SaveJob, tiers: Sequence[MemoryTier]) -> None:
         """What a job's pages depend on must not be dropped from `tiers`, unless it is below them.
@@ -474,10 +583,7 @@ class TierStack:
         """
         entry = job.entry
         keys = job.keys[: int(job.index[-1]) * entry.key_bytes]
-        with self._manager.lock:
-            held = stored_along(entry.pages, keys)
-        for tier in self.tiers[len(tiers) :]:
-            held |= tier.peek(entry, keys)
+        held = self._held(entry, keys, self.tiers[len(tiers) :])
         held[job.index[:-1]] = True  # or will be
         lacking = np.flatnonzero(~held)
         for tier in tiers if len(lacking) else ():
@@ -492,14 +598,8 @@ class TierStack:
 
     def _first_gap(self, entry: Entry, keys: bytes, first: int, also: Indices) -> int | None:
         """The first page from `first` on that is in no tier, those at `also` counting as held."""
-        held = np.zeros(len(keys) // entry.key_bytes, dtype=np.bool_)
+        held = self._held(entry, keys, self.tiers)
         held[also] = True
-        for tier in self.tiers:
-            held |= tier.peek(entry, keys)
-        with self._manager.lock:
-            held |= stored_along(entry.pages, keys)
-        if self._exclusive:  # it may have moved up meanwhile
-            held |= self.tiers[-1].peek(entry, keys)
         gaps = np.flatnonzero(~held[first:])
         return first + int(gaps[0]) if len(gaps) else None
 
@@ -532,9 +632,15 @@ class TierStack:
 
     def after_publish(self, job: SaveJob, stored: Indices) -> None:
         """See `UpperTiers`. Another save may have brought the same pages into memory meanwhile."""
-        if len(stored) and (self.takes_saves or self._exclusive):
+        if len(stored) == 0 or not (self.takes_saves or self._exclusive):
+            return
+        index = job.index[stored]
+        if job.rooted:
+            self._note_held_below(job.entry, job.keys, index, self.tiers)
+            return
+        with self.handover.move():
             for tier in self.tiers:
-                tier.note_saved(job.entry, job.keys, job.rooted, job.index[stored])
+                tier.note_saved(job.entry, job.keys, False, index)
 
     def clear(self, entry: Entry, devices: Callable[[], int]) -> int:
         """See `UpperTiers`.
@@ -554,10 +660,8 @@ class TierStack:
         count = 0
         for at, tier in enumerate(self.tiers):
             for keys, stored in tier.chains(entry):
-                # The chain of a loose page is not known. What another process saved, or has written
-                # down again, may be in the catalog alone.
-                rooted = len(keys) > entry.key_bytes
-                held = self._manager.locate(entry, keys, 0, rooted).slot != NO_SLOT
+                # Not a look-up: that would not show what is past its TTL, and its records count.
+                held = self._manager.recorded(entry, keys)
                 for faster in self.tiers[:at]:
                     held |= faster.peek(entry, keys)
                 count += int(np.count_nonzero(stored & ~held[len(held) - len(stored) :]))
