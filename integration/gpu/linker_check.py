@@ -29,37 +29,19 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from check_pools import GEOMETRIES, MIB, EnginePool, Geometry, Sink, chain, opened
+from check_report import Report
 
 from tutti_core import TuttiError, UnsupportedError
 
 LATE_S = 1.0
 """How late the kernels of the order checks are: longer than their loads and saves take."""
-
-
-@dataclass
-class Report:
-    """What was found; printed as it comes."""
-
-    checks: list[dict[str, Any]] = field(default_factory=list)
-    speed: list[dict[str, Any]] = field(default_factory=list)
-
-    def check(self, name: str, ok: bool | None, detail: str = "") -> None:
-        """Note a check; None: it could not run, and `detail` says why."""
-        self.checks.append({"check": name, "ok": ok, "detail": detail})
-        word = {True: "ok", False: "FAILED", None: "not run"}[ok]
-        print(f"{word:8} {name}{': ' if detail else ''}{detail}", flush=True)
-
-    @property
-    def failed(self) -> bool:
-        """Whether something was wrong."""
-        return any(entry["ok"] is False for entry in self.checks)
 
 
 @dataclass
