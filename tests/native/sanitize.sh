@@ -58,7 +58,7 @@ for kind in "$@"; do
         echo "sanitize: skipped, liburing or xxhash is missing"
         exit 0
     fi
-    for program in plan_test engine_test nvme_test nvme_test_shaken; do
+    for program in plan_test engine_test nvme_test nvme_test_shaken gio_test gio_test_shaken; do
         echo "== $kind: $program"
         code=0
         # A hang is a failure; the slowest needs about 90 s on two busy cores.
