@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "check.h"
+#include "tutti/nvme_linux.h"
 #include "tutti/nvme_memory.h"
 #include "tutti/nvme_soft.h"
 
@@ -672,10 +673,63 @@ void test_nonsense_doorbell_is_fatal() {
     CHECK(other.run(other.command(Io::kRead, 7, 1, 7)) == 0);
 }
 
+// ---- device addresses of an IOMMU ----
+void test_addresses_are_taken_lowest_first_and_given_back() {
+    AddressSpace space({{0, 3 * kPageBytes}, {16 * kPageBytes, 20 * kPageBytes}});
+    CHECK(space.take(0) == 0);
+    CHECK(space.take(kPageBytes) == kPageBytes);           // never address 0
+    CHECK(space.take(2 * kPageBytes) == 16 * kPageBytes);  // does not fit into the first range
+    CHECK(space.take(kPageBytes) == 2 * kPageBytes);
+    CHECK(space.take(3 * kPageBytes) == 0);
+    CHECK(space.take(2 * kPageBytes) == 18 * kPageBytes);
+    CHECK(space.take(kPageBytes) == 0);
+    space.give(16 * kPageBytes);
+    CHECK(space.take(2 * kPageBytes) == 16 * kPageBytes);
+    CHECK(space.take(~u64{0}) == 0);
+    CHECK(space.taken() == 4);
+}
+
+void test_addresses_never_overlap(u64 seed) {
+    Random random(seed);
+    AddressSpace space({{kPageBytes, 64 * kPageBytes}, {100 * kPageBytes, 128 * kPageBytes}});
+    std::vector<std::pair<u64, u64>> taken;
+    for (int step = 0; step < 4000; ++step) {
+        if (!taken.empty() && random.one_in(2)) {
+            const std::size_t at = random.between(0, taken.size() - 1);
+            space.give(taken[at].first);
+            taken.erase(taken.begin() + std::ptrdiff_t(at));
+            continue;
+        }
+        const u64 length = random.between(1, 9) * kPageBytes;
+        const u64 start = space.take(length);
+        if (start == 0) continue;
+        const u64 end = start + length;
+        CHECK((start >= kPageBytes && end <= 64 * kPageBytes) ||
+              (start >= 100 * kPageBytes && end <= 128 * kPageBytes));
+        for (const auto& [from, to] : taken) CHECK(end <= from || start >= to);
+        taken.emplace_back(start, end);
+    }
+    CHECK(space.taken() == taken.size());
+}
+
+void test_what_is_not_there_cannot_be_taken() {
+    for (const char* address : {"", "../../etc", "0000:ff:1f.7"}) {
+        Failure failure;
+        CHECK(VfioAccess::open(address, failure) == nullptr && failure.code < 0);
+        CHECK(!failure.what.empty());
+        failure = {};
+        CHECK(SysfsAccess::open(address, failure) == nullptr && failure.code < 0);
+        CHECK(!failure.what.empty());
+    }
+}
+
 }  // namespace
 
 int main(int count, char** arguments) {
     const u64 seed = count > 2 ? std::strtoull(arguments[2], nullptr, 10) : 1;
+    test_addresses_are_taken_lowest_first_and_given_back();
+    test_addresses_never_overlap(seed);
+    test_what_is_not_there_cannot_be_taken();
     test_data_pointers();
     test_facts();
     test_disabled_behind_our_back();

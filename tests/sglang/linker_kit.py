@@ -222,7 +222,10 @@ def published(model: Path) -> Iterator[Any]:
 
 
 class Rig:
-    """A linker over some pools, driven as SGLang's tree drives one."""
+    """A linker over some pools, driven as SGLang's tree drives one.
+
+    transport: the option's name, or what makes one from a configuration.
+    """
 
     def __init__(
         self, server_args: Any, pools: Pools, folder: Path, *, transport: Any = None, **options: Any
@@ -231,6 +234,8 @@ class Rig:
 
         self.pools = pools
         config = {"path": str(folder), "capacity": "64MiB", "segment": "1MiB", **options}
+        if isinstance(transport, str):
+            config["transport"], transport = transport, None
         with pytest.MonkeyPatch.context() as patch:
             if transport is not None:
                 opened = PrefixStore.open

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from tutti_core.io.transport import BLOCK_BYTES, U32, U64, Batch
+from tutti_core.io.transport import BLOCK_BYTES, U64, Batch
 
 MEMORY_ALIGN = 4
 """Of the first byte of a transfer (PRP1, NVMe base specification, section 4.1.1)."""
@@ -44,7 +44,7 @@ class Limits:
 
     block_bytes     of the namespace.
     bounce_bytes    of one part of the arena; a multiple of BLOCK_BYTES.
-    transfers_max   of one group, at least the fragments of... one item may have more.
+    transfers_max   of one group, where no single item has more.
     """
 
     block_bytes: int
@@ -232,8 +232,3 @@ def _group(pieces: Pieces, first: int, stop: int, extents: Index) -> Group:
         gap=(place + total)[gaps],
         gap_bytes=gap[gaps],
     )
-
-
-def device_column(count: int) -> U32:
-    """The device index of `count` transfers of a ring with one device."""
-    return np.zeros(count, np.uint32)

@@ -5,6 +5,7 @@ Media             the bytes under it, with power loss
 Oracle            what a prefix store may answer; `page_bytes` and `explain` name bytes
 CHECKS            the conformance suite for transports; `check_transport` runs all of it
 Arena, make_batch guarded memory and batches from it
+soft_nvme.SoftNvme  an NVMe controller in software; a module of its own, as it needs the native part
 """
 
 from tutti_core.testing.batches import Arena, Item, make_batch
