@@ -5,7 +5,7 @@ SEED ?= 0
 SECONDS ?= 300
 DIR ?= .
 
-.PHONY: help env env-core demo test test-core lint fmt types bench sanitize soak soak-sglang fuzz fuzz-tools clean
+.PHONY: help env env-core demo test test-core lint fmt types bench sanitize mutations gpu-check soak soak-sglang fuzz fuzz-tools clean
 
 help:            ## this list
 	@grep -E '^[a-z-]+: .*##|^[a-z-]+:  *##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -42,9 +42,16 @@ bench: env       ## ratios against fio and SGLang's file backend, in DIR
 	.venv/bin/tutti bench tiers --dir $(DIR)
 	.venv/bin/tutti bench linker --dir $(DIR)
 	.venv/bin/tutti bench overlap --dir $(DIR)
+	.venv/bin/tutti bench gio
 
 sanitize: env-core    ## native tests plain and under ASan/UBSan and TSan
 	bash tests/native/sanitize.sh
+
+mutations: env-core   ## break the NVMe queues and rings on purpose; a test has to catch each break
+	$(PY) tests/native/mutations.py
+
+gpu-check: env   ## what needs a GPU, and says so where there is none
+	bash integration/gpu/check.sh
 
 soak: env-core   ## every trial and the randomised tests, for SECONDS in all with SEED
 	TUTTI_SOAK_SECONDS=$(SECONDS) TUTTI_SOAK_SEED=$(SEED) $(PY) -m pytest tests/soak -s -o faulthandler_timeout=$$(($(SECONDS) + 3600))
