@@ -19,7 +19,7 @@ from tutti_core.errors import ConfigError, TuttiError
 from tutti_core.io.gpu import GpuTransport
 from tutti_core.io.gpu_device import Opened, check_ours
 from tutti_core.io.select import open_transport
-from tutti_core.io.transport import BLOCK_BYTES, Batch, BatchResult, Device, Op, TransportOptions
+from tutti_core.io.transport import Batch, BatchResult, Device, Op, TransportOptions
 
 BYTES = 4 * MIB
 WAIT_S = 60.0
@@ -306,8 +306,9 @@ def test_files_need_software_controllers_and_drives_the_gpu_transport(tmp_path: 
     for name in ("auto", "gpu"):
         with pytest.raises(UnsupportedError, match="cannot be taken"):
             open_transport(name, [Device("pci:0000:99:00.0/1", MIB)])  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match="names no drive"):
-        open_transport("gpu", [Device("pci:0000:99:00.0", MIB)])
+    for path in ("pci:0000:99:00.0", "pci:/1", "pci:../../x/1", "pci:0000:99:00.0/x"):
+        with pytest.raises(ConfigError, match="names no drive"):
+            open_transport("gpu", [Device(path, MIB)])
     options = TransportOptions(software_nvme=True)
     with open_file(file, options) as transport:
         assert transport.capabilities().name == "gpu"
@@ -340,17 +341,23 @@ def open_file(file: Path, options: TransportOptions) -> Any:
 def test_a_namespace_that_is_not_ours_is_refused(store_dir: Path) -> None:
     with PrefixStore.open(small_config(store_dir)) as store:
         (pool,) = {device.path for device in store._transport.devices}
-    block = np.frombuffer(Path(pool).read_bytes()[:BLOCK_BYTES], np.uint8)
-    soft = SoftController(namespace_bytes=BYTES)
+    head = np.frombuffer(Path(pool).read_bytes()[:MIB], np.uint8)
+    soft = SoftController(namespace_bytes=BYTES, serial="MINE")
     controller = NvmeController(soft)
     device = Device("pci:0000:01:00.0/1", BYTES)
     try:
         with pytest.raises(TuttiError):
             check_ours(device, controller, 1)  # zeros
-        assert controller.write(1, 0, block, 5.0) == 0
+        assert controller.write(1, 0, head, 5.0) == 0
         check_ours(device, controller, 1)
+        check_ours(device, controller, 1, "MINE")
+        with pytest.raises(ConfigError, match=r"another drive.*MINE"):
+            check_ours(device, controller, 1, "YOURS")
         soft.inject("status", opcode=2, status=0x281)
         with pytest.raises(TuttiError, match="unrecovered read error"):
+            check_ours(device, controller, 1)
+        soft.media(1)[MIB - 1] = 1
+        with pytest.raises(ConfigError, match="somebody else"):
             check_ours(device, controller, 1)
     finally:
         controller.close()

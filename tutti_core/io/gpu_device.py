@@ -10,6 +10,7 @@ import errno
 import logging
 import mmap
 import os
+import re
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ import numpy as np
 
 from tutti_core._native import GIO_FRAGMENTS_MAX, GioRing, NvmeController, SoftController
 from tutti_core.errors import ConfigError, DeviceError, UnsupportedError, device_error
-from tutti_core.format import Superblock
+from tutti_core.format import DATA_OFFSET_BYTES, SUPERBLOCK_BYTES, Superblock
 from tutti_core.gio.executor import Executor
 from tutti_core.io.gpu_plan import Memory
 from tutti_core.io.marks import Marked
@@ -30,6 +31,7 @@ RING_DEPTH = 16
 QUEUE_ENTRIES_MAX = 65_536
 RESET_TIMEOUT_S = 30.0
 READ_TIMEOUT_S = 10.0
+_DRIVE = re.compile(r"pci:(?P<address>[0-9a-fA-F:.]+)/(?P<nsid>[0-9]+)(@(?P<serial>\S+))?")
 
 logger = logging.getLogger("tutti")
 
@@ -91,21 +93,23 @@ def open_soft(device: Device, *, queue_depth: int, queue_pairs: int = 1) -> Open
 
 
 def open_pci(device: Device, *, queue_depth: int, queue_pairs: int = 1) -> Opened:
-    """Take a drive that is bound to vfio-pci; the path is `pci:ADDRESS/NSID`.
+    """Take a drive that is bound to vfio-pci; the path is `pci:ADDRESS/NSID`, or with the serial
+    number that it must have, `pci:ADDRESS/NSID@SERIAL`.
 
-    Its first block must be that of a pool: nobody else's disk is ever written.
+    Its head must be that of a pool: nobody else's disk is ever written. The kernel has let go of
+    such a drive, so nothing of it is mounted.
 
     Raises
         ConfigError: the path names no drive.
         UnsupportedError: the drive cannot be taken, or its namespace not be used.
         DeviceError: it does not answer, or is not ours.
     """
-    address, _, number = device.path.removeprefix("pci:").partition("/")
-    if not address or not number.isdecimal():
+    named = _DRIVE.fullmatch(device.path)
+    if named is None:
         raise ConfigError(
             f"{device.path} names no drive", op="open", hint="pci:0000:01:00.0/1, for example"
         )
-    nsid = int(number)
+    address, nsid, serial = named["address"], int(named["nsid"]), named["serial"]
     try:
         controller = NvmeController(
             address,
@@ -122,26 +126,38 @@ def open_pci(device: Device, *, queue_depth: int, queue_pairs: int = 1) -> Opene
             hint="bind the drive to vfio-pci; see docs/paths.md",
         ) from error
     try:
-        check_ours(device, controller, nsid)
+        check_ours(device, controller, nsid, serial)
     except BaseException:
         controller.close()
         raise
     return Opened(controller, nsid, "vfio-pci", controller.close)
 
 
-def check_ours(device: Device, controller: NvmeController, nsid: int) -> None:
-    """See that a namespace begins as a pool does.
+def check_ours(
+    device: Device, controller: NvmeController, nsid: int, serial: str | None = None
+) -> None:
+    """See that a namespace is the one that was meant, and begins as a pool does.
 
     Raises
+        ConfigError: another drive, or somebody else has written on it.
         DeviceError: it cannot be read. FormatError and the like: it is no pool.
     """
-    block = np.zeros(BLOCK_BYTES, np.uint8)
-    status = controller.read(nsid, 0, block, READ_TIMEOUT_S)
+    found = controller.facts()["serial"]
+    if serial is not None and found != serial:
+        raise ConfigError(
+            f"{device.path} is another drive: its serial number is {found!r}", device=device.path
+        )
+    head = np.zeros(DATA_OFFSET_BYTES, np.uint8)
+    status = controller.read(nsid, 0, head, READ_TIMEOUT_S)
     if status:
         raise DeviceError(
             f"{device.path} cannot be read: {text_of(status)}", op="open", device=device.path
         )
-    Superblock.decode(block.tobytes(), device.path)
+    Superblock.decode(head[:SUPERBLOCK_BYTES].tobytes(), device.path)
+    if head[SUPERBLOCK_BYTES:].any():
+        raise ConfigError(
+            f"{device.path}: somebody else has written behind its superblock", device=device.path
+        )
 
 
 def _entries_for(queue_depth: int) -> int:
