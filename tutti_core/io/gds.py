@@ -46,13 +46,13 @@ from tutti_core.io.transport import (
     BatchResult,
     Capabilities,
     Device,
-    Op,
     Regions,
     Transport,
     TransportOptions,
     TransportStats,
     check_owner,
     checked_copy,
+    count_items,
 )
 from tutti_core.io.workers import Workers
 
@@ -374,21 +374,8 @@ class GdsTransport:
             if part is not None:
                 flight.status[flight.host_items] = part.status
                 flight.checksum[flight.host_items] = part.checksum
-            self._count_items(flight)
+            count_items(self._stats, flight.batch, flight.status)
         return BatchResult(status=flight.status, checksum=flight.checksum)
-
-    def _count_items(self, flight: _Flight) -> None:
-        good = flight.status == 0
-        starts = flight.batch.fragment_start[:-1].astype(np.intp)
-        length = int(np.add.reduceat(flight.batch.length_bytes, starts)[good].sum())
-        items = int(np.count_nonzero(good))
-        self._stats.failed_items += len(good) - items
-        if flight.batch.op is Op.READ:
-            self._stats.read_items += items
-            self._stats.read_bytes += length
-        else:
-            self._stats.write_items += items
-            self._stats.write_bytes += length
 
     def flush(self, device: int) -> int:
         """Make finished writes durable: fdatasync covers those of cuFile, it is the same file."""

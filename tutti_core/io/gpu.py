@@ -52,6 +52,7 @@ from tutti_core.io.transport import (
     TransportStats,
     check_owner,
     checked_copy,
+    count_items,
 )
 from tutti_core.memcopy import copy_pieces
 from tutti_core.nvme.status import TIMEOUT, errnos_of
@@ -304,21 +305,8 @@ class GpuTransport:
             return None
         with self._lock:
             del self._flights[ticket]  # KeyError: another thread that waited was faster
-            self._count_items(flight)
+            count_items(self._stats, flight.batch, flight.status)
         return BatchResult(status=flight.status, checksum=flight.checksum)
-
-    def _count_items(self, flight: _Flight) -> None:
-        good = flight.status == 0
-        starts = flight.batch.fragment_start[:-1].astype(np.intp)
-        length = int(np.add.reduceat(flight.batch.length_bytes, starts)[good].sum())
-        items = int(np.count_nonzero(good))
-        self._stats.failed_items += len(good) - items
-        if flight.batch.op is Op.READ:
-            self._stats.read_items += items
-            self._stats.read_bytes += length
-        else:
-            self._stats.write_items += items
-            self._stats.write_bytes += length
 
     def flush(self, device: int) -> int:
         """Make finished writes durable by an NVMe Flush; see `Transport.flush`."""

@@ -10,7 +10,7 @@ import importlib
 import logging
 import threading
 from collections.abc import Sequence
-from typing import Literal, cast, get_args
+from typing import Any, Literal, cast, get_args
 
 from tutti_core.errors import ConfigError, UnsupportedError, nearest
 from tutti_core.io.posix import PosixTransport
@@ -74,29 +74,27 @@ def open_transport(
 
 
 def _open_uring(devices: Sequence[Device], options: TransportOptions) -> Transport:
-    """Open uring. Imported here and not above: a build without the extension lacks the module."""
-    try:
-        module = importlib.import_module("tutti_core.io.uring")
-    except ImportError as error:
-        raise UnsupportedError(
-            f"transport uring is not in this build: {error}",
-            op="open",
-            hint="install liburing-dev and libxxhash-dev and then Tutti again, or choose posix",
-        ) from error
-    return cast(Transport, module.UringTransport(devices, options))
+    return cast(Transport, _native_transport("uring").UringTransport(devices, options))
 
 
 def _open_gpu(devices: Sequence[Device], options: TransportOptions) -> Transport:
-    """Open gpu. Imported here, as uring is."""
+    return cast(Transport, _native_transport("gpu").open_gpu(devices, options))
+
+
+def _native_transport(name: str) -> Any:
+    """A module imported here and not above: a build without the extension lacks it.
+
+    Raises
+        UnsupportedError: this is such a build.
+    """
     try:
-        module = importlib.import_module("tutti_core.io.gpu")
+        return importlib.import_module(f"tutti_core.io.{name}")
     except ImportError as error:
         raise UnsupportedError(
-            f"transport gpu is not in this build: {error}",
+            f"transport {name} is not in this build: {error}",
             op="open",
-            hint="install liburing-dev and libxxhash-dev and then Tutti again",
+            hint="install liburing-dev and libxxhash-dev and then Tutti again, or choose posix",
         ) from error
-    return cast(Transport, module.open_gpu(devices, options))
 
 
 def _open_gds(devices: Sequence[Device], options: TransportOptions) -> Transport:

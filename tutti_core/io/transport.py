@@ -312,6 +312,21 @@ def check_batch(batch: Batch, device_count: int) -> None:
         raise ValueError("a fragment has length 0")
 
 
+def count_items(stats: TransportStats, batch: Batch, status: I32) -> None:
+    """Add a finished batch to the counters of items and bytes."""
+    good = status == 0
+    starts = batch.fragment_start[:-1].astype(np.intp)
+    length = int(np.add.reduceat(batch.length_bytes, starts)[good].sum())
+    items = int(np.count_nonzero(good))
+    stats.failed_items += len(good) - items
+    if batch.op is Op.READ:
+        stats.read_items += items
+        stats.read_bytes += length
+    else:
+        stats.write_items += items
+        stats.write_bytes += length
+
+
 def checked_copy(batch: Batch, device_count: int) -> Batch:
     """Return a copy of `batch` with arrays of its own, of the types it documents.
 
