@@ -65,8 +65,8 @@ class StoreConfig(BaseModel):
     transport       "auto" takes io_uring with O_DIRECT where the machine allows it, else posix;
                     "gds" is GPU Direct Storage, for engines that load straight into GPU memory;
                     "gpu" issues NVMe commands itself (docs/paths.md).
-    gpu_controller  of "gpu": "vfio" drives NVMe devices that are bound to vfio-pci; "software"
-                    serves files by controllers in software, for tests.
+    gpu_controller  of "gpu": "software" serves files by controllers in software, for tests; "vfio",
+                    drives that are bound to vfio-pci, is refused: a store needs files.
     gpu_executor    of "gpu": who issues the commands, GPU threads ("cuda") or CPU threads ("cpu");
                     "auto" takes a GPU if there is one.
     segment         unit of space that belongs to one writer and one page size; fixed when the store
@@ -255,6 +255,12 @@ class StoreConfig(BaseModel):
         for place in (self.path, *self.pools, self.encryption_key_file):
             if place is not None:
                 _check_path(place)
+        if self.transport == "gpu" and self.gpu_controller != "software":
+            raise ConfigError(
+                "transport = 'gpu' drives NVMe devices that no file system is on, and a store "
+                "needs files or block devices",
+                hint="auto, uring or gds; gpu_controller = software serves files, for tests",
+            )
         self._check_sizes()
         self._check_tiers()
 

@@ -281,8 +281,8 @@ def test_writes_and_flushes_that_fail(
         assert store.stats().counters["pages_refused_unwell"] == 8
         assert all(pages.load(run("a", 8)))
         for _ in range(3):  # probes fail as long as it does
+            before = disk.count(call)  # before the clock moves: whoever ticks next probes
             clock.now_s += PROBE_LAST_S
-            before = disk.count(call)
             poll(lambda: bool(store.stats()) and disk.count(call) > before, "a probe")  # noqa: B023
             assert store.stats().unwell
         disk.heal()

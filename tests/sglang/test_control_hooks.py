@@ -77,6 +77,7 @@ def test_sglangs_injector_stays_around_it(
     controller = attach(stack)
     assert isinstance(controller.storage_backend, HiCacheStorageFailureInjector)
     assert controller.storage_backend_type == "tutti"
+    controller.storage_backend._backend.close()  # SGLang's injector passes no close on
 
 
 def test_a_stranger_of_that_name_is_built_as_itself() -> None:
