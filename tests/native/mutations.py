@@ -428,10 +428,8 @@ MUTATIONS = (
 def build(source: Path, name: str, build_kind: str) -> Path:
     """Compile a test program of a tree."""
     program = source / f"{name}_{build_kind}"
-    parts = ("controller", "device_copy", "soft_controller", "table")
-    files = [*(f"csrc/nvme/{part}.cc" for part in parts), f"tests/native/{name}.cc"]
-    if name == "gio_test":
-        files += ["csrc/gio/cpu_executor.cc", "csrc/gio/ring.cc"]
+    parts = [*source.glob("csrc/nvme/*.cc"), *source.glob("csrc/gio/*.cc")]
+    files = [*sorted(str(part.relative_to(source)) for part in parts), f"tests/native/{name}.cc"]
     command = ["g++", "-std=c++20", "-w", *FLAGS[build_kind], "-Icsrc/include", *files]
     subprocess.run(
         [*command, "-pthread", "-o", str(program)], cwd=source, check=True, timeout=BUILD_TIMEOUT_S
