@@ -1,4 +1,4 @@
-"""The mutation script stays usable: every mistake has its one place. `make mutations` makes them."""
+"""The mutation script stays usable: every mistake has one place. `make mutations` makes them."""
 
 from __future__ import annotations
 
