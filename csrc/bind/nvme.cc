@@ -51,7 +51,7 @@ public:
         const bool blocks = block_bytes == 512 || block_bytes == 4096;
         if (!blocks || namespace_bytes == 0 || namespace_bytes % block_bytes != 0 ||
             namespace_count < 1 || namespace_count > nvme::kSoftNamespacesMax ||
-            (!files.empty() && files.size() != namespace_count) || transfer_shift > 20 ||
+            (!files.empty() && files.size() != namespace_count) || transfer_shift > 16 ||
             queue_entries_max < 2 || queue_entries_max > nvme::kSoftEntriesMax ||
             queue_pairs_max < 1 || queue_pairs_max >= nvme::kSoftQueuesMax || serial.size() > 20)
             throw std::invalid_argument("an option of the software controller is out of bounds");
@@ -92,6 +92,7 @@ public:
 
     void inject(const std::string& kind, u32 queue, int opcode, u32 skip, u32 count, u32 status,
                 u32 turns) {
+        if (count == 0) throw std::invalid_argument("a fault strikes once at least");
         for (const auto& [name, value] : kFaultKinds) {
             if (kind == name)
                 return open().inject({value, queue, opcode, skip, count, status, turns});
@@ -118,10 +119,15 @@ public:
         if (nsid < 1 || nsid > options_.namespace_count || !options_.files.empty() ||
             options_.null_backend)
             throw std::invalid_argument("there is no such namespace in memory");
-        auto* kept = new std::shared_ptr<nvme::SoftController>(soft_);
-        nb::capsule guard(kept, [](void* p) noexcept {
+        struct Kept {
+            std::shared_ptr<nvme::SoftController> soft;
+            Owner owner;
+        };
+        nb::capsule guard(new Kept{soft_, owner_}, [](void* p) noexcept {
+            auto* kept = static_cast<Kept*>(p);
+            if (!kept->owner.here()) return;  // its thread is the parent's
             nb::gil_scoped_release unlocked;
-            delete static_cast<std::shared_ptr<nvme::SoftController>*>(p);
+            delete kept;
         });
         return nb::cast(Out<std::uint8_t>(soft.media(nsid), {options_.namespace_bytes}, guard));
     }

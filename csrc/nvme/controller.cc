@@ -322,7 +322,9 @@ u32 Controller::transfer(Io op, u32 nsid, u64 offset_bytes, u8* bytes, u64 lengt
                                     [nsid](const Namespace& one) { return one.id == nsid; });
     if (found == namespaces.end()) return status::kInvalidNamespace;
     const u64 block = found->block_bytes;
-    if (offset_bytes % block != 0 || length_bytes % block != 0 || block > kPageBytes)
+    // With metadata a block is longer than it says, or the rest goes to an address of its own.
+    if (found->metadata_bytes != 0 || offset_bytes % block != 0 || length_bytes % block != 0 ||
+        block > kPageBytes)
         return status::kInvalidField;
     std::lock_guard guard(pages_mutex_);
     if (pages_.address == nullptr) {

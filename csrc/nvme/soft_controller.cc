@@ -135,7 +135,10 @@ void SoftController::clear_faults() {
     any_faults_.store(false);
 }
 
-void SoftController::release() { release_.store(true); }
+void SoftController::release() {
+    const std::lock_guard lock(mutex_);  // before or after a command meets a fault, never between
+    releases_.fetch_add(1, std::memory_order_release);
+}
 
 void SoftController::plug_in() { plug_in_.store(true); }
 
@@ -503,6 +506,7 @@ bool SoftController::take_fault(u32 queue, const Command& command, SoftFault& fa
             continue;
         }
         fault = at;
+        releases_met_ = releases_.load(std::memory_order_relaxed);
         if (--at.count == 0) faults_.erase(faults_.begin() + std::ptrdiff_t(i));
         if (faults_.empty()) any_faults_.store(false);
         return true;
@@ -526,10 +530,10 @@ void SoftController::meet(u32 queue, const Command& command, const SoftFault& fa
         case Kind::kLose:
             break;
         case Kind::kDelay:
-            waiting_.push_back({queue, fault.turns, false, fault.kind, command});
+            waiting_.push_back({queue, fault.turns, false, 0, fault.kind, command});
             break;
         case Kind::kHold:
-            waiting_.push_back({queue, 0, true, fault.kind, command});
+            waiting_.push_back({queue, 0, true, releases_met_, fault.kind, command});
             break;
         case Kind::kRepeat: {
             const u32 status = execute(command, fault.kind);
@@ -643,11 +647,11 @@ u32 SoftController::copy_parts(u8* disk, bool write, u64 length_bytes) {
 }
 
 bool SoftController::age_waiting() {
-    const bool released = !waiting_.empty() && release_.exchange(false);
+    const u64 releases = releases_.load(std::memory_order_acquire);
     bool worked = false;
     for (std::size_t i = 0; i < waiting_.size();) {
         Waiting& at = waiting_[i];
-        const bool due = at.held ? released : at.turns == 0;
+        const bool due = at.held ? releases != at.releases : at.turns == 0;
         if (!due) {
             if (!at.held) --at.turns;
             worked |= !at.held;

@@ -1,6 +1,7 @@
 // NVMe through sysfs, without an IOMMU: resource0, huge pages, and /proc/self/pagemap.
 #include <fcntl.h>
 #include <linux/pci_regs.h>
+#include <sys/file.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
 #include <unistd.h>
@@ -23,6 +24,7 @@ constexpr u64 kPresent = u64{1} << 63;
 constexpr u64 kFrameMask = (u64{1} << 55) - 1;
 
 Failure refused(const std::string& what, int code = errno) {
+    if (code == 0) code = EIO;  // a transfer that was short sets no errno
     return {-code, 0, what + ": " + std::strerror(code)};
 }
 
@@ -45,28 +47,30 @@ std::unique_ptr<Access> SysfsAccess::open(const std::string& pci_address, Failur
 }
 
 Failure SysfsAccess::start(const std::string& pci_address) {
-    if (pci_address.empty() || pci_address.find('/') != std::string::npos)
-        return {-EINVAL, 0, "not the address of a PCI function: " + pci_address};
+    if (Failure failure = check_nvme_function(pci_address)) return failure;
     const std::string folder = "/sys/bus/pci/devices/" + pci_address;
     if (::access((folder + "/driver").c_str(), F_OK) == 0)
         return {-EBUSY, 0, pci_address + " has a driver of the kernel; unbind it first"};
+    resource_ = File(::open((folder + "/resource0").c_str(), O_RDWR | O_CLOEXEC));
+    if (!resource_) return refused("BAR0 cannot be opened");
+    if (::flock(resource_.get(), LOCK_EX | LOCK_NB) != 0)
+        return {-EBUSY, 0, pci_address + " is another process's"};
     const File enable(::open((folder + "/enable").c_str(), O_WRONLY | O_CLOEXEC));
     if (!enable || ::write(enable.get(), "1", 1) != 1)
         return refused(pci_address + " is not there, or cannot be switched on");
-    const File config(::open((folder + "/config").c_str(), O_RDWR | O_CLOEXEC));
+    config_ = File(::open((folder + "/config").c_str(), O_RDWR | O_CLOEXEC));
     u16 command = 0;
-    if (!config || ::pread(config.get(), &command, sizeof command, PCI_COMMAND) != sizeof command)
+    if (!config_ || ::pread(config_.get(), &command, sizeof command, PCI_COMMAND) != sizeof command)
         return refused("the PCI configuration cannot be read");
     command = u16(command | PCI_COMMAND_MEMORY | PCI_COMMAND_MASTER);
-    if (::pwrite(config.get(), &command, sizeof command, PCI_COMMAND) != sizeof command)
+    if (::pwrite(config_.get(), &command, sizeof command, PCI_COMMAND) != sizeof command)
         return refused("the device cannot be made bus master");
-    const File resource(::open((folder + "/resource0").c_str(), O_RDWR | O_CLOEXEC));
     struct stat about {};
-    if (!resource || ::fstat(resource.get(), &about) != 0) return refused("BAR0 cannot be opened");
+    if (::fstat(resource_.get(), &about) != 0) return refused("BAR0 does not say how long it is");
     if (about.st_size < off_t(2 * kRegDoorbells))
         return {-ENOTSUP, 0, "BAR0 is no NVMe controller's"};
     void* at = ::mmap(nullptr, std::size_t(about.st_size), PROT_READ | PROT_WRITE, MAP_SHARED,
-                      resource.get(), 0);
+                      resource_.get(), 0);
     if (at == MAP_FAILED) return refused("BAR0 cannot be mapped");
     bar_ = static_cast<u8*>(at);
     bar_bytes_ = u64(about.st_size);
@@ -77,8 +81,21 @@ Failure SysfsAccess::start(const std::string& pci_address) {
     return {};
 }
 
+/// Let the device move nothing any more, whether or not its controller stopped.
+bool SysfsAccess::stop_dma() {
+    u16 command = 0;
+    if (!config_) return true;  // nothing was switched on
+    if (::pread(config_.get(), &command, sizeof command, PCI_COMMAND) != sizeof command)
+        return false;
+    if (command == 0xffff) return true;  // it is gone
+    command = u16(command & ~PCI_COMMAND_MASTER);
+    return ::pwrite(config_.get(), &command, sizeof command, PCI_COMMAND) == sizeof command;
+}
+
 SysfsAccess::~SysfsAccess() {
     if (bar_ != nullptr) ::munmap(bar_, bar_bytes_);
+    // No IOMMU stands between the device and pages that have another owner by then.
+    if (!stop_dma()) return;
     for (const HugePage& page : pages_) ::munmap(page.address, kHugeBytes);
 }
 
@@ -88,7 +105,8 @@ Status SysfsAccess::add_page() {
                MAP_PRIVATE | MAP_ANONYMOUS | MAP_HUGETLB | MAP_HUGE_2MB | MAP_POPULATE, -1, 0);
     if (at == MAP_FAILED) return -errno;
     ::madvise(at, kHugeBytes, MADV_DONTFORK);
-    std::memset(at, 0, kHugeBytes);
+    // Not touched before it is known to be there: a cgroup's limit of huge pages lets mmap pass
+    // and kills who touches. The kernel has zeroed what it put there.
     const u64 dma = physical(at);
     if (dma == 0) {
         ::munmap(at, kHugeBytes);

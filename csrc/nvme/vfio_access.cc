@@ -21,8 +21,11 @@ constexpr AddressSpace::Range kUsualAddresses{u64{4} << 30, u64{1} << 38};
 /// Below, ROMs and legacy devices have their places.
 constexpr u64 kAddressMin = 1u << 20;
 constexpr u64 kInfoBytesMax = 64u << 10;
+/// Mass storage, non-volatile memory, NVM Express.
+constexpr const char* kNvmeClass = "0x010802";
 
 Failure refused(const std::string& what, int code = errno) {
+    if (code == 0) code = EIO;  // a transfer that was short sets no errno
     return {-code, 0, what + ": " + std::strerror(code)};
 }
 
@@ -32,6 +35,20 @@ File open_file(const std::string& path) { return File(::open(path.c_str(), O_RDW
 
 File::~File() {
     if (fd_ >= 0) ::close(fd_);
+}
+
+Failure check_nvme_function(const std::string& pci_address) {
+    if (pci_address.empty() || pci_address.find('/') != std::string::npos)
+        return {-EINVAL, 0, "not the address of a PCI function: " + pci_address};
+    const std::string path = "/sys/bus/pci/devices/" + pci_address + "/class";
+    const File file(::open(path.c_str(), O_RDONLY | O_CLOEXEC));
+    if (!file) return refused("there is no PCI function " + pci_address);
+    char text[16] = {};
+    if (::read(file.get(), text, sizeof text - 1) < 0)
+        return refused(pci_address + " does not say what it is");
+    if (std::strncmp(text, kNvmeClass, std::strlen(kNvmeClass)) != 0)
+        return {-ENOTSUP, 0, pci_address + " is no NVMe controller"};
+    return {};
 }
 
 u64 AddressSpace::take(u64 length_bytes) {
@@ -61,14 +78,13 @@ std::unique_ptr<Access> VfioAccess::open(const std::string& pci_address, Failure
 }
 
 Failure VfioAccess::start(const std::string& pci_address) {
-    if (pci_address.empty() || pci_address.find('/') != std::string::npos)
-        return {-EINVAL, 0, "not the address of a PCI function: " + pci_address};
+    if (Failure failure = check_nvme_function(pci_address)) return failure;
     container_ = open_file("/dev/vfio/vfio");
     if (!container_) return refused("/dev/vfio/vfio cannot be opened (is vfio-pci loaded?)");
     if (::ioctl(container_.get(), VFIO_GET_API_VERSION) != VFIO_API_VERSION)
         return {-ENOTSUP, 0, "this kernel has another version of vfio"};
     if (::ioctl(container_.get(), VFIO_CHECK_EXTENSION, VFIO_TYPE1v2_IOMMU) != 1)
-        return {-ENOTSUP, 0, "this machine has no IOMMU that vfio can use"};
+        return {-ENOTSUP, 0, "vfio has no type 1 IOMMU here (is vfio_iommu_type1 loaded?)"};
     if (Failure failure = take_group(pci_address)) return failure;
     if (Failure failure = map_registers()) return failure;
     find_addresses();
@@ -162,7 +178,9 @@ void VfioAccess::find_addresses() {
             if (cap->header.id == VFIO_IOMMU_TYPE1_INFO_CAP_IOVA_RANGE && cap->nr_iovas <= room) {
                 for (u32 at = 0; at < cap->nr_iovas; ++at) {
                     const u64 start = std::max(u64{cap->iova_ranges[at].start}, kAddressMin);
-                    const u64 end = (u64{cap->iova_ranges[at].end} + 1) & ~u64{kPageBytes - 1};
+                    // The last address may be the last of all: not one more, which would be 0.
+                    const u64 last = cap->iova_ranges[at].end;
+                    const u64 end = (last == ~u64{0} ? last : last + 1) & ~u64{kPageBytes - 1};
                     if (end > start) ranges.push_back({start, end});
                 }
             }

@@ -345,6 +345,9 @@ void shapes() {
     const std::vector<u32> statuses = send(*ring, Io::kRead, {&batch, 1}, 1);
     CHECK(statuses[0] == status::kInvalidField && statuses[1] == status::kLbaRange);
     CHECK(statuses[2] == 0);
+    // Not even a small read: with metadata the bytes would not go where they are meant to.
+    CHECK(drive.controller().transfer(Io::kRead, 3, 0, memory, 8192, kPatience) ==
+          status::kInvalidField);
     const gio::Target metadata[] = {drive.target(3)};
     nvme::Failure failure;
     CHECK(gio::Ring::open(metadata, options, failure) == nullptr && failure.code == -ENODEV);
@@ -357,6 +360,9 @@ void held_elsewhere() {
     CHECK(nvme::SysfsAccess::open(kElsewhere, failure) == nullptr && failure.code == -EBUSY);
     CHECK(nvme::VfioAccess::open("0000:00:1e.0", failure) == nullptr && failure.code == -ENOENT);
     CHECK(nvme::VfioAccess::open("../x", failure) == nullptr && failure.code == -EINVAL);
+    // The host bridge: nothing of it is touched.
+    CHECK(nvme::VfioAccess::open("0000:00:00.0", failure) == nullptr && failure.code == -ENOTSUP);
+    CHECK(nvme::SysfsAccess::open("0000:00:00.0", failure) == nullptr && failure.code == -ENOTSUP);
     Drive drive("vfio", kFirst, {}, 1);
     CHECK(nvme::VfioAccess::open(kFirst, failure) == nullptr && failure.code == -EBUSY);
     CHECK(nvme::SysfsAccess::open(kFirst, failure) == nullptr && failure.code == -EBUSY);

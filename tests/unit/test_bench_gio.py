@@ -98,10 +98,31 @@ def test_wrong_bytes_and_failed_reads_end_the_run(monkeypatch: pytest.MonkeyPatc
 def test_impossible_plans_are_refused(seconds: float) -> None:
     with pytest.raises(ConfigError, match="seconds"):
         run_gio(GioPlan(1, seconds))
+    with pytest.raises(ConfigError, match="rounds"):
+        run_gio(GioPlan(0, 1.0))
+
+
+def test_a_run_compares_what_it_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control goes through the run itself: a byte that is wrong at the end of one ends it."""
+    real = Rig.compare
+
+    def flipped(rig: Rig) -> None:
+        rig._soft.inject("flip", opcode=2)
+        real(rig)
+
+    monkeypatch.setattr(Rig, "compare", flipped)
+    with pytest.raises(BenchError, match="wrong bytes"):
+        run_gio(GioPlan(1, 0.02))
 
 
 @pytest.mark.parametrize(
-    "text", ["#!/bin/sh\nexit 3\n", "#!/bin/sh\necho nothing\n", "no program at all"]
+    "text",
+    [
+        "#!/bin/sh\nexit 3\n",
+        "#!/bin/sh\necho nothing\n",
+        "#!/bin/sh\nprintf '\\377\\376'\n",
+        "no program at all",
+    ],
 )
 def test_a_peer_that_says_nothing_ends_the_run(tmp_path: Path, text: str) -> None:
     with pytest.raises(BenchError, match="peer"):

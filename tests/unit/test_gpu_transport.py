@@ -16,6 +16,7 @@ from store_kit import MIB, PAGE, client, run, small_config
 from tutti_core import PrefixStore, UnsupportedError
 from tutti_core._native import NvmeController, SoftController
 from tutti_core.errors import ConfigError, TuttiError
+from tutti_core.gio.executor import CpuExecutor
 from tutti_core.io.gpu import GpuTransport
 from tutti_core.io.gpu_device import Opened, check_ours
 from tutti_core.io.select import open_transport
@@ -370,6 +371,35 @@ def test_a_device_that_is_smaller_than_said_is_refused(tmp_path: Path) -> None:
     opened = Opened(controller, 1, "a drive", controller.close)
     with pytest.raises(TuttiError, match="less than its"):
         GpuTransport([Device("drive", 2 * MIB)], open_device=lambda device, options: opened)
+    soft.close()
+
+
+class Unattachable(CpuExecutor):
+    """An executor whose kernel cannot run."""
+
+    def attach(self, ring: Any) -> None:
+        raise UnsupportedError("no kernel")
+
+
+@pytest.mark.parametrize("what", ["executor", "namespace", "capacity"])
+def test_a_device_that_cannot_be_used_is_given_back(what: str) -> None:
+    """Fault: its controller stayed open until it was collected."""
+    soft = SoftController(namespace_bytes=MIB)
+    controllers = [NvmeController(soft)]
+    closed: list[int] = []
+
+    def open_device(device: Device, options: TransportOptions) -> Opened:
+        def close() -> None:
+            closed.append(1)
+            controllers[0].close()
+
+        return Opened(controllers[0], 2 if what == "namespace" else 1, "a drive", close)
+
+    devices = [Device("drive", 2 * MIB if what == "capacity" else MIB)]
+    executor = Unattachable() if what == "executor" else None
+    with pytest.raises(TuttiError):
+        GpuTransport(devices, open_device=open_device, executor=executor)
+    assert closed == [1]
     soft.close()
 
 

@@ -26,6 +26,7 @@ BLOCK = np.arange(4096, dtype=np.uint64).astype(np.uint8)
         {"queue_pairs_max": 0},
         {"files": [0, 1]},
         {"serial": "x" * 21},
+        {"transfer_shift": 17},
     ],
 )
 def test_impossible_settings_are_refused(settings: dict[str, Any]) -> None:
@@ -132,9 +133,26 @@ def test_each_fault_strikes_once(kind: NvmeFault) -> None:
         controller.close()
 
 
-def test_an_unknown_fault_is_refused() -> None:
-    with SoftNvme(MIB) as drive, pytest.raises(ValueError, match="no fault"):
-        drive.inject("flood")  # type: ignore[arg-type]
+def test_impossible_faults_are_refused() -> None:
+    with SoftNvme(MIB) as drive:
+        with pytest.raises(ValueError, match="no fault"):
+            drive.inject("flood")  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match="once at least"):
+            drive.inject("hold", count=0)
+
+
+def test_a_release_is_of_what_is_held_by_then() -> None:
+    """Fault: one that came when nothing was held let go of the next command that was."""
+    read = np.zeros(4096, np.uint8)
+    with SoftNvme(MIB) as drive:
+        controller = drive.open()
+        for _ in range(3):
+            drive.heal()
+            drive.inject("hold", opcode=2)
+            assert controller.read(1, 0, read, 0.1) == 0x10000
+            drive.heal()
+            assert controller.read(1, 0, read, 5.0) == 0
+        controller.close()
 
 
 def test_a_transport_over_several() -> None:

@@ -30,7 +30,7 @@ from tutti_core.bench.measure import (
     target,
 )
 from tutti_core.errors import ConfigError
-from tutti_core.io.transport import U64
+from tutti_core.io.transport import U32, U64
 
 FRAGMENTS = 2048
 """Of one IOCB, the most it holds (gio_uring, paper section 3.2)."""
@@ -80,6 +80,8 @@ class GioPlan:
 
     def check(self) -> None:
         """Raise ConfigError where the plan cannot work."""
+        if self.rounds < 1:
+            raise ConfigError(f"rounds: {self.rounds} is not at least 1")
         if not 0 < self.seconds <= 60:
             raise ConfigError("seconds: more than 0 and at most 60 are needed")
         if self.peer is not None and not os.access(self.peer, os.X_OK):
@@ -114,14 +116,18 @@ class Rig:
         """Read random extents; returns the IOCB's id, and where they lie."""
         slots = self._random.integers(0, NAMESPACE_BYTES // self.fragment_bytes, FRAGMENTS)
         offset = slots.astype(np.uint64) * np.uint64(self.fragment_bytes)
-        (iocb,) = self.ring.get_iocb(1)
         where = self._cached if address is None else address
-        status = self.ring.prepare(iocb, 0, self._device, offset, where, self._length)
+        return self.send(self._device, offset, where, self._length), offset
+
+    def send(self, device: U32, offset: U64, address: U64, length: U64) -> int:
+        """Get, prepare and issue an IOCB of reads; returns its id."""
+        (iocb,) = self.ring.get_iocb(1)
+        status = self.ring.prepare(iocb, 0, device, offset, address, length)
         if status == 0:
             status = self.ring.issue_io(np.array([iocb], np.uint32), 1)
         if status != 0:
             raise BenchError(f"an IOCB was refused: {os.strerror(-status)}", op="bench gio")
-        return iocb, offset
+        return iocb
 
     def wait(self, iocb: int) -> None:
         """Wait for an IOCB; all of it must have been read."""
@@ -261,9 +267,7 @@ def _handing_over_us(rig: Rig, fragments: int) -> float:
     taken: list[float] = []
     for _ in range(PREPARES):
         begun_s = time.thread_time()
-        (iocb,) = rig.ring.get_iocb(1)
-        rig.ring.prepare(iocb, 0, device, offset, address, length)
-        rig.ring.issue_io(np.array([iocb], np.uint32), 1)
+        iocb = rig.send(device, offset, address, length)
         taken.append(time.thread_time() - begun_s)
         rig.wait(iocb)
     return Spread.of(taken).median * 1e6
@@ -277,7 +281,12 @@ def _peer(program: Path, seconds: float) -> float:
     command = [str(program), "bench", f"{seconds:g}"]
     try:
         done = subprocess.run(
-            command, capture_output=True, text=True, timeout=PEER_TIMEOUT_S, check=False
+            command,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=PEER_TIMEOUT_S,
+            check=False,
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise BenchError(f"the peer failed: {error}", op="bench gio") from error

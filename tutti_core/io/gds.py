@@ -33,7 +33,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from tutti_core.errors import BusyError, StoreClosedError
+from tutti_core.errors import StoreClosedError
 from tutti_core.io.cuda import HOST, Cuda, CudaDriver
 from tutti_core.io.cufile import DeviceBytes, how_it_moves, import_kvikio, open_cufile
 from tutti_core.io.gds_item import Bounce, ItemMover, Means, open_blocks
@@ -53,6 +53,7 @@ from tutti_core.io.transport import (
     check_owner,
     checked_copy,
     count_items,
+    too_many_batches,
 )
 from tutti_core.io.workers import Workers
 
@@ -301,12 +302,7 @@ class GdsTransport:
         with self._lock:
             self._check_open("submit")
             if len(self._flights) >= BATCHES_IN_FLIGHT_MAX:
-                raise BusyError(
-                    f"{BATCHES_IN_FLIGHT_MAX} batches are in flight",
-                    op="submit",
-                    retryable=True,
-                    hint="wait for one of them",
-                )
+                raise too_many_batches()
             if len(others):
                 flight.host_items = others
                 flight.host_ticket = self._host.submit(_items(batch, others))

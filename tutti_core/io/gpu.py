@@ -31,7 +31,7 @@ from queue import Empty, SimpleQueue
 import numpy as np
 
 from tutti_core import hashing
-from tutti_core.errors import BusyError, ConfigError, StoreClosedError, UnsupportedError
+from tutti_core.errors import ConfigError, StoreClosedError, UnsupportedError
 from tutti_core.gio.executor import CpuExecutor, Executor
 from tutti_core.io.gpu_device import GpuDevice, Opened, open_pci, open_soft
 from tutti_core.io.gpu_plan import Group, Index, Limits, Pieces, groups_of, pieces_of
@@ -53,6 +53,7 @@ from tutti_core.io.transport import (
     check_owner,
     checked_copy,
     count_items,
+    too_many_batches,
 )
 from tutti_core.memcopy import copy_pieces
 from tutti_core.nvme.status import TIMEOUT, errnos_of
@@ -161,11 +162,11 @@ class GpuTransport:
         with contextlib.ExitStack() as undo:
             for number, device in enumerate(devices):
                 opened = opener(device, options)
-                mover = _Mover(
-                    GpuDevice(device, opened, self._executor, timeout_s), number, options, self
-                )
+                namespace = GpuDevice(device, opened, self._executor, timeout_s)
+                undo.callback(namespace.close)
+                mover = _Mover(namespace, number, options, self)
                 self._movers.append(mover)
-                undo.callback(mover.close)
+                undo.callback(mover.join)
             undo.pop_all()
         self._notes = (*self._own_notes(), *notes)
 
@@ -246,12 +247,7 @@ class GpuTransport:
         with self._lock:
             self._check_open("submit")
             if len(self._flights) >= BATCHES_IN_FLIGHT_MAX:
-                raise BusyError(
-                    f"{BATCHES_IN_FLIGHT_MAX} batches are in flight",
-                    op="submit",
-                    retryable=True,
-                    hint="wait for one of them",
-                )
+                raise too_many_batches()
             ticket, self._next_ticket = self._next_ticket, self._next_ticket + 1
             self._flights[ticket] = flight
             self._note_devices(batch.device, 1)
@@ -503,7 +499,7 @@ class _Mover:
             if statuses.any():
                 self._transport.note_statuses(statuses)
                 if (statuses == TIMEOUT).any():
-                    self._recover()
+                    self.device.recover()  # all that is in flight has ended first, in its time
                 self._settle_failures(part, pieces, group, statuses)
             if part.flight.batch.op is Op.READ:
                 if group.bounces:
@@ -516,10 +512,6 @@ class _Mover:
         self._slots.append(flying.slot)
         if flying.last:
             self._transport.part_ended(part)
-
-    def _recover(self) -> None:
-        """Reset the device. All that is in flight has ended first, at its own deadline."""
-        self.device.recover()
 
     def _settle_failures(self, part: _Part, pieces: Pieces, group: Group, statuses: U32) -> None:
         """Give items the status of their first transfer that failed."""

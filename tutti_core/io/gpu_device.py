@@ -168,7 +168,9 @@ def _entries_for(queue_depth: int) -> int:
 class GpuDevice:
     """A namespace that can be read and written. Threads: one moves data, any registers memory.
 
+    `opened` is its own, and closed where it cannot be used.
     Raises
+        DeviceError: the namespace is too small.
         UnsupportedError: the namespace cannot hold blocks as Tutti writes them.
     """
 
@@ -178,17 +180,6 @@ class GpuDevice:
         self.device = device
         self._opened = opened
         self._executor = executor
-        facts = opened.controller.facts()
-        (self.block_bytes, size_bytes) = _geometry(device, facts, opened.nsid)
-        if size_bytes < device.capacity_bytes:
-            opened.close()
-            raise DeviceError(
-                f"{device.path} has {size_bytes} bytes, less than its {device.capacity_bytes}",
-                op="open",
-                device=device.path,
-            )
-        self.transfer_bytes_max = int(facts["transfer_bytes_max"])
-        self.queue_pairs = int(facts["queue_pairs"])
         self.down = 0
         """A negative errno while nothing can be sent, else 0."""
         self._timeout_s = timeout_s
@@ -197,16 +188,36 @@ class GpuDevice:
         self.memory = Memory(np.zeros(0, np.uint64), np.zeros(0, np.uint64))
         self._marked: Marked | None = None
         try:
-            self._ring = GioRing(
-                [(opened.controller, opened.nsid)],
+            facts = opened.controller.facts()
+            self.block_bytes, size_bytes = _geometry(device, facts, opened.nsid)
+            self.transfer_bytes_max = int(facts["transfer_bytes_max"])
+            if size_bytes < device.capacity_bytes:
+                raise DeviceError(
+                    f"{device.path} has {size_bytes} bytes, less than its {device.capacity_bytes}",
+                    op="open",
+                    device=device.path,
+                )
+            self._ring = self._open_ring()
+        except BaseException:
+            opened.close()
+            raise
+
+    def _open_ring(self) -> GioRing:
+        try:
+            ring = GioRing(
+                [(self._opened.controller, self._opened.nsid)],
                 depth=RING_DEPTH,
-                threads=executor.threads,
-                timeout_s=timeout_s,
+                threads=self._executor.threads,
+                timeout_s=self._timeout_s,
             )
         except OSError as error:
-            opened.close()
-            raise UnsupportedError(str(error), op="open", device=device.path) from error
-        executor.attach(self._ring)
+            raise UnsupportedError(str(error), op="open", device=self.device.path) from error
+        try:
+            self._executor.attach(ring)
+        except BaseException:
+            ring.close()
+            raise
+        return ring
 
     @property
     def what(self) -> str:

@@ -33,7 +33,6 @@ import numpy.typing as npt
 import xxhash
 
 from tutti_core.errors import (
-    BusyError,
     ConfigError,
     StoreClosedError,
     UnsupportedError,
@@ -56,6 +55,7 @@ from tutti_core.io.transport import (
     TransportStats,
     check_owner,
     checked_copy,
+    too_many_batches,
 )
 
 WORKERS_MAX = 4
@@ -286,12 +286,7 @@ class PosixTransport:
         with self._lock:
             self._check_open("submit")
             if len(self._flights) >= BATCHES_IN_FLIGHT_MAX:
-                raise BusyError(
-                    f"{BATCHES_IN_FLIGHT_MAX} batches are in flight",
-                    op="submit",
-                    retryable=True,
-                    hint="wait for one of them",
-                )
+                raise too_many_batches()
             ticket = self._next_ticket
             self._next_ticket += 1
             self._flights[ticket] = flight

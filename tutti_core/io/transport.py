@@ -278,6 +278,16 @@ class Regions:
         self._known.remove(region)
 
 
+def too_many_batches(op: str = "submit") -> BusyError:
+    """What `Transport.submit` raises at BATCHES_IN_FLIGHT_MAX."""
+    return BusyError(
+        f"{BATCHES_IN_FLIGHT_MAX} batches are in flight",
+        op=op,
+        retryable=True,
+        hint="wait for one of them",
+    )
+
+
 def check_owner(pid: int) -> None:
     """Refuse a forked child the transport that process `pid` opened: its workers stayed there.
 

@@ -17,7 +17,6 @@ import numpy as np
 
 from tutti_core._native import QUEUE_DEPTH_MAX, TRANSFER_BYTES_MAX, UringEngine
 from tutti_core.errors import (
-    BusyError,
     ConfigError,
     InternalError,
     StoreClosedError,
@@ -29,7 +28,6 @@ from tutti_core.io.marks import Marked
 from tutti_core.io.posix import check_options
 from tutti_core.io.reopen import open_again
 from tutti_core.io.transport import (
-    BATCHES_IN_FLIGHT_MAX,
     BLOCK_BYTES,
     Batch,
     BatchResult,
@@ -38,6 +36,7 @@ from tutti_core.io.transport import (
     TransportOptions,
     TransportStats,
     check_batch,
+    too_many_batches,
 )
 
 _BOUNCE_BYTES_MAX = 1 << 40
@@ -281,12 +280,7 @@ def _refusal(what: str, status: int) -> str:
 def _state_error(op: str, status: int) -> TuttiError:
     """Word a status that says in what state the engine is."""
     if status == -errno.EBUSY:
-        return BusyError(
-            f"{BATCHES_IN_FLIGHT_MAX} batches are in flight",
-            op=op,
-            retryable=True,
-            hint="wait for one of them",
-        )
+        return too_many_batches(op)
     if status == -errno.ESHUTDOWN:
         return StoreClosedError(f"{op}: the transport is closed", op=op)
     if status == -errno.ECHILD:

@@ -53,6 +53,10 @@ private:
     int fd_ = -1;
 };
 
+/// Whether a PCI function says of itself that it is an NVMe controller; where not, why. To be asked
+/// before anything of the function is touched.
+Failure check_nvme_function(const std::string& pci_address);
+
 class VfioAccess : public Access {
 public:
     /// Take a PCI function, such as "0000:01:00.0", that is bound to vfio-pci.
@@ -85,6 +89,7 @@ private:
 class SysfsAccess : public Access {
 public:
     /// Take a PCI function that no driver is bound to. Root only; needs huge pages of 2 MiB.
+    /// On failure: null, and `failure` says why; -EBUSY: a driver or another process has it.
     static std::unique_ptr<Access> open(const std::string& pci_address, Failure& failure);
     ~SysfsAccess() override;
 
@@ -101,6 +106,7 @@ public:
 private:
     SysfsAccess() = default;
     Failure start(const std::string& pci_address);
+    bool stop_dma();
     Status add_page();
 
     struct HugePage {
@@ -108,6 +114,7 @@ private:
         u64 dma;
         u64 used_bytes;
     };
+    File config_, resource_;  // the lock on `resource_` is what keeps other processes out
     u8* bar_ = nullptr;
     u64 bar_bytes_ = 0;
     std::mutex mutex_;

@@ -106,7 +106,7 @@ public:
     void inject(const SoftFault& fault);
     /// Forget all faults that were not met yet.
     void clear_faults();
-    /// Serve everything that is held.
+    /// Serve everything that is held now. What is held later waits for another call.
     void release();
     /// The device comes back after kGone, as after a power-up.
     void plug_in();
@@ -151,6 +151,7 @@ private:
         u32 queue;
         u32 turns;
         bool held;
+        u64 releases;  // that had been asked for when it was held
         SoftFault::Kind after;
         Command command;
     };
@@ -220,7 +221,7 @@ private:
     std::atomic<u64> mappings_version_{1};
     std::atomic<u64> mappings_seen_{0};
     std::atomic<bool> any_faults_{false};
-    std::atomic<bool> release_{false};
+    std::atomic<u64> releases_{0};  // added to under mutex_
     std::atomic<bool> plug_in_{false};
     std::atomic<bool> stop_{false};
 
@@ -229,6 +230,7 @@ private:
     std::vector<Piece> pieces_;
     std::vector<Copying> copying_;  // at most one burst
     bool copies_queued_ = false;
+    u64 releases_met_ = 0;  // when the last fault was met
     std::vector<Waiting> waiting_;
     std::vector<Posted> posted_;
     std::vector<u16> events_;  // asynchronous event requests, never answered
