@@ -12,12 +12,28 @@ import numpy as np
 from store_kit import PAGE, SEGMENT, check_space, memory_devices, quiesce, small_config
 
 from tutti_core import PrefixStore, StoreConfig
+from tutti_core.policies.base import NS_PER_S
 from tutti_core.testing import FaultyDevices
 from tutti_core.tiers.arena import HostArena
 from tutti_core.tiers.memory import MemoryTier
 
 DRAM = 16 * PAGE
 """Sixteen pages of 4 KiB, in eight segments."""
+
+
+class Clock:
+    """The monotonic clock, which jumps when told to."""
+
+    def __init__(self) -> None:
+        self._real = time.monotonic_ns
+        self._ahead_ns = 0
+
+    def __call__(self) -> int:
+        return self._real() + self._ahead_ns
+
+    def advance(self, seconds: float) -> None:
+        """Let so much time pass."""
+        self._ahead_ns += int(seconds * NS_PER_S)
 
 
 def tiered_config(path: Path, **settings: Any) -> StoreConfig:

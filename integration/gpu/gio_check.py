@@ -26,8 +26,7 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -38,9 +37,8 @@ from gio_rig import KIB, MIB, POISON, Machine, Plan, Rig
 
 from tutti_core import UnsupportedError
 from tutti_core.gio.ring import FRAGMENTS_MAX, READ, WRITE
-from tutti_core.io.gpu import GpuTransport
-from tutti_core.io.transport import Device, Transport, TransportOptions
-from tutti_core.testing import CHECKS, CheckSkipped, ConformanceError, Subject
+from tutti_core.testing import CHECKS, CheckSkipped, ConformanceError
+from tutti_core.testing.soft_nvme import gpu_subject
 
 TIMEOUT, DEVICE_GONE, NOT_ISSUED, BAD_MEMORY = 0x10000, 0x10001, 0x10002, 0x10003
 LBA_RANGE, READ_ERROR = 0x80, 0x281
@@ -244,43 +242,16 @@ def transport(run: Run) -> None:
     done = skipped = 0
     names = list(CHECKS)[:6] if run.quick else list(CHECKS)
     for name in names:
-        made = iter(range(1 << 20))
-
-        def make(capacities: Sequence[int], name: str = name, made: Iterator[int] = made) -> Any:
-            devices = []
-            for capacity in capacities:
-                path = run.folder / f"{name}-{next(made)}"
-                with path.open("wb") as file:
-                    file.truncate(capacity)
-                devices.append(Device(str(path), capacity))
-            return GpuTransport(devices, TransportOptions(), executor=run.machine.executor())
-
+        folder = run.folder / name
+        folder.mkdir()
         try:
-            CHECKS[name](Subject(make, _hold, _fail))
+            CHECKS[name](gpu_subject(folder, executor=run.machine.executor))
             done += 1
         except CheckSkipped:
             skipped += 1
         except ConformanceError as error:
             run.report.check(f"transport: {name}", False, str(error))
     run.report.check("transport conforms", done > 0, f"{done} checks, {skipped} do not apply")
-
-
-@contextmanager
-def _hold(transport: Transport) -> Iterator[None]:
-    softs = [mover.device._opened.soft for mover in transport._movers]  # type: ignore[attr-defined]
-    for soft in softs:
-        soft.inject("hold", count=1 << 30)
-    try:
-        yield
-    finally:
-        for soft in softs:
-            soft.clear_faults()
-            soft.release()
-
-
-def _fail(transport: Transport, device: int) -> None:
-    opened = transport._movers[device].device._opened  # type: ignore[attr-defined]
-    opened.soft.inject("status", opcode=2, count=1 << 30, status=READ_ERROR)
 
 
 # -- all -------------------------------------------------------------------------------------------

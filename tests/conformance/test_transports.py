@@ -15,7 +15,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from errno import EIO, ERANGE
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import numpy as np
 import pytest
@@ -139,42 +139,22 @@ def subject_uring(directory: Path) -> Subject:
     return Subject(on_files(directory, open_uring), None, truncate_device)
 
 
+def gpu_on(directory: Path, options: TransportOptions) -> Subject:
+    """Controllers in software over files, and CPU threads in the place of a GPU's; or skip."""
+    try:
+        module = importlib.import_module("tutti_core.testing.soft_nvme")
+    except ImportError as error:
+        pytest.skip(f"missing capability: the native extension ({error})")
+    return cast(Subject, module.gpu_subject(directory, options))
+
+
 def subject_gpu(directory: Path) -> Subject:
-    """Software controllers over files, and CPU threads in the place of a GPU's."""
-    return gpu_subject(directory, TransportOptions())
+    return gpu_on(directory, TransportOptions())
 
 
 def subject_gpu_small(directory: Path) -> Subject:
     """Few commands in flight, and a small arena: large items are cut, and groups wait for room."""
-    return gpu_subject(directory, TransportOptions(queue_depth=3, bounce_bytes=256 << 10))
-
-
-def gpu_subject(directory: Path, options: TransportOptions) -> Subject:
-    module = importlib.import_module("tutti_core.io.gpu")
-    make = on_files(directory, lambda devices: module.GpuTransport(devices, options))
-    return Subject(make, stall_gpu, fail_gpu)
-
-
-@contextmanager
-def stall_gpu(transport: Transport) -> Iterator[None]:
-    """Let the software controllers hold all commands."""
-    softs = soft_controllers(transport)
-    for soft in softs:
-        soft.inject("hold", count=1 << 30)
-    try:
-        yield
-    finally:
-        for soft in softs:
-            soft.clear_faults()
-            soft.release()
-
-
-def fail_gpu(transport: Transport, device: int) -> None:
-    soft_controllers(transport)[device].inject("status", opcode=2, count=1 << 30, status=0x281)
-
-
-def soft_controllers(transport: Transport) -> list[Any]:
-    return [mover.device._opened.soft for mover in cast(Any, transport)._movers]
+    return gpu_on(directory, TransportOptions(queue_depth=3, bounce_bytes=256 << 10))
 
 
 SUBJECTS = {

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,10 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 from store_kit import PAGE, Client, chain, client, poll, run
-from tier_kit import DRAM, check_tiers, dram, in_memory, on_devices, quiesce, tiered
+from tier_kit import DRAM, Clock, check_tiers, dram, in_memory, on_devices, quiesce, tiered
 
 from tutti_core import PageKeys, PrefixStore
-from tutti_core.policies.base import NS_PER_S
 from tutti_core.tiers import mover as mover_module
 from tutti_core.tiers.handover import Handover
 from tutti_core.tiers.memory import MemoryTier
@@ -24,28 +22,6 @@ from tutti_core.tiers.stack import TierStack
 
 TTL_S = 100.0
 ABC = chain(*"abc")
-
-
-class Clock:
-    """The monotonic clock, which jumps when told to."""
-
-    def __init__(self) -> None:
-        self._real = time.monotonic_ns
-        self._ahead_ns = 0
-
-    def __call__(self) -> int:
-        return self._real() + self._ahead_ns
-
-    def advance(self, seconds: float) -> None:
-        """Let so much time pass."""
-        self._ahead_ns += int(seconds * NS_PER_S)
-
-
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    made = Clock()
-    monkeypatch.setattr(time, "monotonic_ns", made)
-    return made
 
 
 @contextlib.contextmanager

@@ -7,15 +7,13 @@ model, its registration of memory, NVRTC's output and any speed are not: docs/pa
 
 from __future__ import annotations
 
-import itertools
 import os
 import random
 import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,9 +29,8 @@ from tutti_core.gio.executor import CpuExecutor
 from tutti_core.gio.nvrtc import Image, kernel_image
 from tutti_core.gio.pins import PINS
 from tutti_core.gio.ring import FRAGMENTS_MAX, READ, WRITE, GioQueue, init_queue
-from tutti_core.io.gpu import GpuTransport
-from tutti_core.io.transport import Device, Transport, TransportOptions
-from tutti_core.testing import CHECKS, CheckSkipped, Subject
+from tutti_core.testing import CHECKS, CheckSkipped
+from tutti_core.testing.soft_nvme import gpu_subject
 
 MIB = 1 << 20
 WAIT_S = 60.0
@@ -260,44 +257,16 @@ def test_lanes_that_go_different_ways_are_found(
     cupy.apart = False
 
 
-_names = itertools.count()
-
-
-@contextmanager
-def stall(transport: Transport) -> Iterator[None]:
-    """Let the software controllers hold all commands."""
-    softs = [mover.device._opened.soft for mover in transport._movers]  # type: ignore[attr-defined]
-    for soft in softs:
-        soft.inject("hold", count=1 << 30)
-    try:
-        yield
-    finally:
-        for soft in softs:
-            soft.clear_faults()
-            soft.release()
-
-
-def fail_device(transport: Transport, device: int) -> None:
-    opened = transport._movers[device].device._opened  # type: ignore[attr-defined]
-    opened.soft.inject("status", opcode=2, count=1 << 30, status=0x281)
-
-
 @pytest.mark.parametrize("check", CHECKS)
 def test_the_transport_conforms(check: str, cupy: StandInCupy, tmp_path: Path) -> None:
     executors = []
 
-    def make(capacities: Sequence[int]) -> Transport:
-        devices = []
-        for capacity in capacities:
-            path = tmp_path / f"device{next(_names)}"
-            with path.open("wb") as file:
-                file.truncate(capacity)
-            devices.append(Device(str(path), capacity))
+    def executor() -> CudaExecutor:
         executors.append(CudaExecutor(image=IMAGE))
-        return GpuTransport(devices, TransportOptions(), executor=executors[-1])
+        return executors[-1]
 
     try:
-        CHECKS[check](Subject(make, stall, fail_device))
+        CHECKS[check](gpu_subject(tmp_path, executor=executor))
     except CheckSkipped as reason:
         pytest.skip(f"missing capability: {reason}")
     assert executors and "launchKernel" in cupy.names() and not cupy.registered

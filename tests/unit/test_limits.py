@@ -33,7 +33,6 @@ from tutti_core.index.catalog import Catalog
 from tutti_core.index.pages import NamespacePages
 from tutti_core.index.radix import Locations
 from tutti_core.policies.admission import ADMISSIONS
-from tutti_core.policies.base import NS_PER_S
 from tutti_core.policies.budget import BURSTS_PER_DAY, DAY_NS, WriteBudget
 from tutti_core.policies.choice import POLICIES
 from tutti_core.policies.reuse import Reuse
@@ -45,28 +44,6 @@ from tutti_core.tiers.limits import PIECE_PAGES_MAX, Limits, expired
 SLOTS = 16  # pages in a small store of two segments
 TTL_S = 100.0
 HOUR_S = 3600.0
-
-
-class Clock:
-    """The monotonic clock, which jumps when told to."""
-
-    def __init__(self) -> None:
-        self._real = time.monotonic_ns
-        self._ahead_ns = 0
-
-    def __call__(self) -> int:
-        return self._real() + self._ahead_ns
-
-    def advance(self, seconds: float) -> None:
-        """Let so much time pass."""
-        self._ahead_ns += int(seconds * NS_PER_S)
-
-
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    made = Clock()
-    monkeypatch.setattr(time, "monotonic_ns", made)
-    return made
 
 
 @pytest.fixture

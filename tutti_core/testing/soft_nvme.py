@@ -6,13 +6,22 @@ and does on demand what drives do once a month. Over memory, or over files that 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, Literal, Self
 
 from tutti_core._native import NvmeController, SoftController
-from tutti_core.io.gpu import GpuTransport
-from tutti_core.io.gpu_device import Opened
-from tutti_core.io.transport import Device, TransportOptions
+from tutti_core.gio.executor import Executor
+from tutti_core.io.gpu import GPU_QUEUE_PAIRS, GpuTransport
+from tutti_core.io.gpu_device import Opened, open_soft
+from tutti_core.io.transport import Device, Transport, TransportOptions
+from tutti_core.testing.conformance import Subject
+
+FOREVER = 1 << 30
+"""As the count of a fault: more commands than any test sends."""
+READ, READ_ERROR = 2, 0x281
 
 NvmeFault = Literal[
     "status",
@@ -117,3 +126,59 @@ def gpu_transport(
         return Opened(controller, 1, "a controller in software", controller.close)
 
     return GpuTransport(devices, options, open_device=open_device, timeout_s=timeout_s)
+
+
+def gpu_subject(
+    directory: Path,
+    options: TransportOptions = TransportOptions(),  # noqa: B008 (frozen)
+    *,
+    executor: Callable[[], Executor | None] = lambda: None,
+) -> Subject:
+    """For the conformance suite: the gpu transport on sparse files in `directory`.
+
+    Its controllers in software hold commands where batches have to stall, and fail reads.
+
+    Parameters
+        executor: makes one for each transport; None: CPU threads.
+    """
+    numbers = itertools.count()
+    drives: dict[int, list[SoftController]] = {}
+
+    def make(capacities_bytes: Sequence[int]) -> Transport:
+        devices, softs = [], []
+        for capacity in capacities_bytes:
+            path = directory / f"drive{next(numbers)}"
+            with path.open("wb") as file:
+                file.truncate(capacity)
+            devices.append(Device(str(path), capacity))
+
+        def open_device(device: Device, options: TransportOptions) -> Opened:
+            opened = open_soft(
+                device, queue_depth=options.queue_depth, queue_pairs=1 + GPU_QUEUE_PAIRS
+            )
+            assert opened.soft is not None
+            softs.append(opened.soft)
+            return opened
+
+        transport = GpuTransport(devices, options, open_device=open_device, executor=executor())
+        drives[id(transport)] = softs
+        return transport
+
+    @contextmanager
+    def stall(transport: Transport) -> Iterator[None]:
+        softs = drives[id(transport)]
+        for soft in softs:
+            soft.inject("hold", count=FOREVER)
+        try:
+            yield
+        finally:
+            for soft in softs:
+                soft.clear_faults()
+                soft.release()
+
+    def fail_reads(transport: Transport, device: int) -> None:
+        drives[id(transport)][device].inject(
+            "status", opcode=READ, count=FOREVER, status=READ_ERROR
+        )
+
+    return Subject(make, stall, fail_reads)
