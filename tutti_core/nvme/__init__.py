@@ -1,1 +1,1 @@
-"""NVMe controllers that this process drives itself: which there are, and whose they are."""
+"""What is to know of NVMe wherever it is driven from: statuses."""
