@@ -36,6 +36,7 @@ from tutti_core.trials.kit import (
     client,
     finish,
     memory_devices,
+    poll,
     quiet,
     small_config,
 )
@@ -56,6 +57,8 @@ VAULT = "vault"
 CODES = (errno.EIO, errno.ENODEV, errno.EROFS, errno.EACCES)
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 QUICK_SEEDS = 5
+STALL_WAIT_S = 5.0
+"""For the saver's thread to submit something that stalls."""
 DISK_ROUNDS = 8
 
 
@@ -152,7 +155,9 @@ class _History:
         Returns which of them are stored for good, as far as the store says.
         """
         with devices.held():  # the first group holds up the others, which so become full
-            tickets = [self._last(i) for i in range(LAST)]
+            tickets = [self._last(0)]
+            poll(lambda: not self.store._saver._jobs, "the first group is being written")
+            tickets += [self._last(i) for i in range(1, LAST)]
             devices.arm(Fault("error", "flush", index=self.rng.randrange(1, 3)))
             self.tally.faults["overlapping flush error"] += 1
         stored = [i for i, ticket in enumerate(tickets) if finish(ticket).all()]
@@ -290,6 +295,13 @@ def _trouble(history: _History, devices: ForgetfulDevices, kind: str) -> None:
     elif kind == "catalog full":
         with _catalog_fails(history, kind, lambda: StoreFullError("the catalog is full")):
             _steps(history, kind)
+    elif kind == "stalled batches":
+        before = sum(devices.injected.values())
+        _steps(history, kind)
+        # The saver's thread submits them, some time later.
+        deadline_s = time.monotonic() + STALL_WAIT_S
+        while sum(devices.injected.values()) == before and time.monotonic() < deadline_s:
+            time.sleep(0.001)
     else:
         _steps(history, kind)
 
