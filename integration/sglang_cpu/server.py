@@ -34,6 +34,7 @@ REQUEST_TIMEOUT_S = 120.0
 STOP_TIMEOUT_S = 30.0
 POLL_S = 0.2
 STORAGE_PATH = "/hicache/storage-backend"
+_NOT_IDLE = "scheduler is not idle"  # SGLang's words, managers/scheduler.py
 
 # The flags under which the unmodified wheel serves a tiny model on a CPU. Later flags win, so a
 # caller can override any of them.
@@ -287,12 +288,15 @@ class SGLangServer:
         self.call("POST", f"{STORAGE_PATH}/clear", {}, expect=200)
 
     def detach(self) -> None:
-        self.call("DELETE", STORAGE_PATH, expect=200)
+        """Take the storage off, once the server is idle."""
+        status, answer = self._call_when_idle("DELETE")
+        if status != 200:
+            raise ServerError(f"detach: {status} {answer}")
 
     def attach(
         self, name: str, extra_config: Mapping[str, Any], *, policy: str = "wait_complete"
     ) -> tuple[int, Any]:
-        """(HTTP status, message) of an attach at run time; a refusal isn't an exception.
+        """(HTTP status, message) of an attach once the server is idle; a refusal is no exception.
 
         With the name of what is attached it changes the policy only.
         """
@@ -301,7 +305,20 @@ class SGLangServer:
             "hicache_storage_backend_extra_config_json": json.dumps(extra_config),
             "hicache_storage_prefetch_policy": policy,
         }
-        return self.call("PUT", STORAGE_PATH, body)
+        return self._call_when_idle("PUT", body)
+
+    def _call_when_idle(self, method: str, body: Any = None) -> tuple[int, Any]:
+        """Change the storage. SGLang refuses that while requests or their backups are under way.
+
+        A backup is under way until the scheduler has seen its end, which is some steps after its
+        last page can be found in the storage: an operator tries again, and so does this.
+        """
+        deadline = time.monotonic() + STOP_TIMEOUT_S
+        while True:
+            status, answer = self.call(method, STORAGE_PATH, body)
+            if _NOT_IDLE not in str(answer) or time.monotonic() > deadline:
+                return status, answer
+            time.sleep(POLL_S)
 
     def metrics(self) -> dict[str, float]:
         """Value by name of all metrics (needs --enable-metrics); summed over their labels."""

@@ -146,7 +146,8 @@ def test_policies_of_prefetching(shared: Deployment) -> None:
     prompt = make_prompt("policies")
     cold = shared.generate_and_settle(prompt)
     for policy in ("best_effort", "timeout", "wait_complete"):
-        assert server.attach(backend.name, backend.extra_config(), policy=policy)[0] == 200
+        status, message = server.attach(backend.name, backend.extra_config(), policy=policy)
+        assert status == 200, message
         assert server.storage_status()["hicache_storage_prefetch_policy"] == policy
         for _ in range(3):
             server.flush()
